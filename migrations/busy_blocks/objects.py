@@ -1,0 +1,185 @@
+"""The database objects: their SQL files, and what the database has of them."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from alembic import context
+from sqlalchemy import Connection, text
+
+SQL = Path(__file__).resolve().parents[2] / "sql"
+
+# In the order of creation, and dropped in the opposite one. The triggers of jobs come before those of
+# instances: the latter alone would undo every number that the server writes.
+OBJECTS: dict[str, tuple[str, ...]] = {
+    "postgresql": (
+        "function/busy_blocks_of_job",
+        "function/busy_blocks_collect",
+        "function/busy_blocks_apply",
+        "function/busy_blocks_truncate",
+        "function/busy_blocks_guard",
+        "function/busy_blocks_recompute",
+        "trigger/busy_blocks_jobs_insert",
+        "trigger/busy_blocks_jobs_update",
+        "trigger/busy_blocks_jobs_delete",
+        "trigger/busy_blocks_jobs_apply",
+        "trigger/busy_blocks_jobs_truncate",
+        "trigger/busy_blocks_instances_insert",
+        "trigger/busy_blocks_instances_update",
+        "trigger/busy_blocks_instances_recompute",
+    ),
+    "sqlite": (
+        "index/busy_blocks_jobs",
+        "view/busy_blocks_derived",
+        "trigger/busy_blocks_jobs_insert",
+        "trigger/busy_blocks_jobs_update",
+        "trigger/busy_blocks_jobs_delete",
+        "trigger/busy_blocks_instances_insert",
+        "trigger/busy_blocks_instances_update",
+    ),
+}
+POSTGRESQL_INDEX = "index/busy_blocks_jobs"
+
+
+def read(dialect: str, name: str) -> str:
+    """The one statement in `sql/<dialect>/<name>.sql`, with its comments, without a semicolon."""
+    return (SQL / dialect / f"{name}.sql").read_text(encoding="utf-8").rstrip().removesuffix(";")
+
+
+def without_header(statement: str) -> str:
+    """The statement from its first word on; the databases keep no comment that stands before it."""
+    return re.sub(r"\A(\s*--[^\n]*\n)*", "", statement)
+
+
+def drop(dialect: str, name: str) -> str:
+    """The statement that takes an object off, if it is there."""
+    kind, _, object_name = name.partition("/")
+    statement = f"DROP {kind.upper()} IF EXISTS {object_name}"
+    if dialect == "postgresql" and kind == "trigger":
+        statement += " ON instances" if "_instances_" in object_name else " ON jobs"
+    return statement
+
+
+def begin(dialect: str, execute: Callable[[str], object]) -> None:
+    """The first statements of a transaction that installs or removes, for online and offline alike."""
+    if dialect == "postgresql":
+        # Below deadlock_timeout (1 s by default); see sql/postgresql/lock.sql.
+        execute("SET LOCAL lock_timeout = '250ms'")
+        execute(read(dialect, "search_path"))
+        execute(read(dialect, "lock"))
+    elif not context.is_offline_mode():
+        # sqlite3 opens no transaction for DDL by itself (Python documentation, sqlite3, "Transaction
+        # control").
+        execute("BEGIN IMMEDIATE")
+
+
+def create(dialect: str, execute: Callable[[str], object]) -> None:
+    """Create every object but PostgreSQL's index, inside the transaction that begin() prepared."""
+    for name in OBJECTS[dialect]:
+        execute(read(dialect, name))
+
+
+def remove(dialect: str, execute: Callable[[str], object]) -> None:
+    """Drop every object that is there, inside the transaction that begin() prepared."""
+    for name in reversed(OBJECTS[dialect]):
+        execute(drop(dialect, name))
+    if dialect == "postgresql":
+        execute(drop(dialect, POSTGRESQL_INDEX))
+
+
+def states(connection: Connection) -> dict[str, str]:
+    """What the database has of each object: installed, altered, disabled, invalid or missing.
+
+    Reads the catalogue only. On PostgreSQL the index is listed where one is needed, or ours exists.
+    """
+    dialect = connection.dialect.name
+    return _states_postgresql(connection) if dialect == "postgresql" else _states_sqlite(connection)
+
+
+def _states_sqlite(connection: Connection) -> dict[str, str]:
+    # sqlite_schema keeps the text of a CREATE statement as it was given (SQLite documentation,
+    # "The Schema Table"), so it can be compared to the letter.
+    rows = connection.execute(
+        text("SELECT type, name, sql FROM sqlite_master WHERE name GLOB 'busy_blocks_*'")
+    )
+    found = {f"{row.type}/{row.name}": row.sql for row in rows}
+    result = {}
+    for name in OBJECTS["sqlite"]:
+        if name not in found:
+            result[name] = "missing"
+        elif found[name] == without_header(read("sqlite", name)):
+            result[name] = "installed"
+        else:
+            result[name] = "altered"
+    return result
+
+
+FUNCTIONS = text("""
+    SELECT proname, prosrc, provolatile, prosecdef, proconfig, nspname
+    FROM pg_proc
+    INNER JOIN pg_namespace ON pg_proc.pronamespace = pg_namespace.oid
+    INNER JOIN pg_class ON pg_class.relnamespace = pg_namespace.oid
+    WHERE pg_class.oid = to_regclass('instances') AND proname LIKE 'busy\\_blocks\\_%'
+""")
+TRIGGERS = text("""
+    SELECT tgname, tgenabled, pg_get_triggerdef(pg_trigger.oid) AS definition
+    FROM pg_trigger
+    WHERE tgrelid IN (to_regclass('jobs'), to_regclass('instances')) AND NOT tgisinternal
+""")
+INDEXES = text("""
+    SELECT pg_class.relname, indisvalid, pg_get_indexdef(indexrelid) AS definition
+    FROM pg_index
+    INNER JOIN pg_class ON pg_index.indexrelid = pg_class.oid
+    INNER JOIN pg_attribute ON pg_attribute.attrelid = pg_index.indrelid AND attnum = indkey[0]
+    WHERE pg_index.indrelid = to_regclass('jobs') AND attname = 'instance_id'
+""")
+
+
+def _states_postgresql(connection: Connection) -> dict[str, str]:
+    functions = {row.proname: row for row in connection.execute(FUNCTIONS)}
+    triggers = {row.tgname: row for row in connection.execute(TRIGGERS)}
+    indexes = {row.relname: row for row in connection.execute(INDEXES)}
+    result = {}
+    ours = indexes.pop("busy_blocks_jobs", None)
+    if ours is not None:
+        expected = read("postgresql", POSTGRESQL_INDEX)
+        same = _comparable(ours.definition) == _comparable(expected)
+        result[POSTGRESQL_INDEX] = "invalid" if not ours.indisvalid else "installed" if same else "altered"
+    elif not any(index.indisvalid for index in indexes.values()):
+        result[POSTGRESQL_INDEX] = "missing"
+    for name in OBJECTS["postgresql"]:
+        kind, _, object_name = name.partition("/")
+        statement = read("postgresql", name)
+        row = (functions if kind == "function" else triggers).get(object_name)
+        if row is None:
+            result[name] = "missing"
+        elif kind == "function":
+            result[name] = "installed" if _is_function(row, statement) else "altered"
+        elif row.tgenabled == "D":
+            result[name] = "disabled"
+        elif row.tgenabled == "O" and _comparable(row.definition) == _comparable(statement):
+            result[name] = "installed"
+        else:
+            result[name] = "altered"
+    return result
+
+
+def _is_function(row, statement: str) -> bool:
+    header, body, _ = statement.split("$$")
+    config = [f"search_path={row.nspname}, pg_temp"]
+    if "busy_blocks.writer" in header:
+        config.append("busy_blocks.writer=trigger")
+    return (
+        row.prosrc == body
+        and sorted(item.replace('"', "") for item in row.proconfig or ()) == sorted(config)
+        and row.provolatile == ("i" if "\nIMMUTABLE\n" in header else "v")
+        and not row.prosecdef
+    )
+
+
+def _comparable(definition: str) -> str:
+    # The server gives a definition back with schema names, parentheses and casts of its own.
+    definition = without_header(definition).lower()
+    definition = definition.replace(" concurrently", "").replace("::text", "")
+    definition = re.sub(r"\b(on|function) (?:\w+|\"[^\"]+\")\.", r"\1 ", definition)
+    return " ".join(re.sub(r"[()\s]+", " ", definition).split())

@@ -1,0 +1,262 @@
+"""The order of work: for the hook, for the command line, and offline."""
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+from alembic import context
+from alembic.runtime.migration import MigrationContext, MigrationInfo
+from alembic.script import ScriptDirectory
+from alembic.util import CommandError
+from sqlalchemy import Connection, MetaData, inspect, text
+from sqlalchemy.exc import DBAPIError
+
+from busy_blocks import counters, database, dstack, objects, urls
+from busy_blocks.errors import Refused, explain
+
+log = logging.getLogger("dstack.busy_blocks")
+
+# A table of its own: dstack does not start where alembic_version names a revision it does not know.
+VERSION_TABLE = "busy_blocks_alembic_version"
+WAIT = 60.0  # seconds to try again while somebody else holds a lock
+
+
+class Options(NamedTuple):
+    """What `-x` can say: whether to run dstack's migrations, and the seconds to wait for locks."""
+
+    dstack: bool = True
+    wait: float = WAIT
+
+
+def offline() -> None:
+    """Print the SQL of `--sql`. Connects to nothing."""
+    context.configure(
+        dialect_name=urls.server_url().get_backend_name(),
+        version_table=VERSION_TABLE,
+        literal_binds=True,
+        # Without it alembic prints no BEGIN for SQLite.
+        transactional_ddl=True,
+    )
+    with context.begin_transaction():
+        context.run_migrations()
+
+
+def hook(connection: Connection) -> None:
+    """Run by a dstack server at its start, on its connection and under its advisory lock.
+
+    What goes wrong with ours is logged as an error, and the server starts without the triggers. What
+    goes wrong in dstack's own migrations is raised, as it is without us.
+    """
+    if _command() != "upgrade" or not _is_to_head():
+        _run_revisions(connection, WAIT)
+        return
+    script = dstack.scripts()
+    if script is None or dstack.current(connection) == set(script.get_heads()):
+        _or_log(connection, lambda: _repair(connection, WAIT))
+        return
+    _or_log(connection, lambda: dstack.clear_leftovers(connection))
+    is_off = _or_log(connection, lambda: _take_off(connection, WAIT))
+    dstack.upgrade(connection, script)
+    if is_off:
+        _or_log(connection, lambda: _put_on(connection, WAIT))
+
+
+def _or_log(connection: Connection, work: Callable[[], None]) -> bool:
+    try:
+        work()
+    except Exception as error:
+        # As wide as the promise: a server starts, whatever happens here.
+        connection.rollback()
+        log.error(
+            "busy_blocks is NOT kept right by triggers; the server goes on without them. %s",
+            error if isinstance(error, Refused) else repr(error),
+        )
+        return False
+    return True
+
+
+def command_line() -> None:
+    """Run by `alembic` on the command line. An error is one sentence, and exit status 1."""
+    where = "in DSTACK_DATABASE_URL"
+    try:
+        options = _options()
+        url = urls.server_url()
+        where = database.describe(url)
+        command = _command()
+        to_head = command == "upgrade" and _is_to_head()
+        script = dstack.scripts() if to_head and options.dstack else None
+        database.check_exists(url, creates=script is not None)
+        with database.connect(url, options.wait) as connection:
+            if command == "retrieve_migrations":
+                _check(connection)
+            elif command == "display_version":
+                _run_revisions(connection, options.wait)
+            else:
+                database.check_rights(connection)
+                with database.migrations_lock(connection, options.wait):
+                    if to_head:
+                        _upgrade_to_head(connection, script, options.wait)
+                    else:
+                        _run_revisions(connection, options.wait)
+    except Refused as refused:
+        sys.exit(f"FAILED: {refused}")
+    except DBAPIError as error:
+        sys.exit(f"FAILED: {explain(error, where)}")
+
+
+def _options() -> Options:
+    arguments = context.get_x_argument(as_dictionary=True)
+    try:
+        options = Options(
+            dstack={"run": True, "skip": False}[arguments.pop("dstack", "run")],
+            wait=float(arguments.pop("wait", WAIT)),
+        )
+    except (KeyError, ValueError):
+        options = None
+    if options is None or arguments:
+        raise Refused(
+            f"Unknown argument -x {' -x '.join(context.get_x_argument())}. Nothing was changed. There are"
+            " -x dstack=skip, which leaves dstack's own schema alone, and -x wait=SECONDS, for locks."
+        )
+    return options
+
+
+def _command() -> str:
+    # The work function that alembic's command gives to EnvironmentContext has the command's name for
+    # upgrade and downgrade; `check` runs retrieve_migrations, `current` display_version.
+    context.configure(dialect_name="sqlite")
+    return context.get_context().opts["fn"].__name__
+
+
+def _is_to_head() -> bool:
+    try:
+        destination = context.get_revision_argument()
+    except CommandError:
+        # A relative one, such as +1.
+        return False
+    return set([destination] if isinstance(destination, str) else destination or ()) == _heads()
+
+
+def _heads() -> set[str]:
+    return set(context.script.get_heads())
+
+
+def _upgrade_to_head(connection: Connection, script: ScriptDirectory | None, wait: float) -> None:
+    revisions = dstack.current(connection)
+    if script is not None and dstack.is_ahead(script, revisions):
+        log.warning(
+            "The database is from a newer dstack than the one installed here (%s): dstack's own schema"
+            " is left as it is",
+            ", ".join(sorted(revisions)),
+        )
+        script = None
+    if script is None or revisions == set(script.get_heads()):
+        _repair(connection, wait)
+        return
+    dstack.check_is_dstack(connection, revisions)
+    dstack.clear_leftovers(connection)
+    _take_off(connection, wait)
+    try:
+        dstack.upgrade(connection, script)
+    except DBAPIError as error:
+        reason = str(error.orig).strip().splitlines()[0]
+        raise Refused(
+            f"dstack's own migrations failed: {reason}. The triggers are off, dstack's schema is at"
+            f" {', '.join(sorted(dstack.current(connection))) or 'none'} and its data is untouched. When"
+            " the cause is mended, run `alembic upgrade head` again."
+        ) from error
+    _put_on(connection, wait)
+
+
+def _repair(connection: Connection, wait: float) -> None:
+    dstack.check_schema(connection)
+    states = objects.states(connection)
+    if _current(connection) == _heads() and set(states.values()) == {"installed"}:
+        nothing = counters.correct(connection, commit=connection.commit) == 0
+        log.info("The triggers are installed and every counter is right%s", ": nothing to do" * nothing)
+        return
+    if _current(connection) == _heads():
+        for name, state in states.items():
+            if state != "installed":
+                log.warning("%s is %s: installing all objects anew", name, state)
+    _take_off(connection, wait)
+    _put_on(connection, wait)
+
+
+def _take_off(connection: Connection, wait: float) -> None:
+    states = objects.states(connection)
+    has_version_table = inspect(connection).has_table(VERSION_TABLE)
+    connection.commit()
+    dialect = connection.dialect.name
+
+    def execute(statement: str) -> None:
+        connection.execute(text(statement))
+
+    def work() -> None:
+        objects.begin(dialect, execute)
+        objects.remove(dialect, execute)
+        if has_version_table:
+            execute(f"DELETE FROM {VERSION_TABLE}")
+        connection.commit()
+
+    if has_version_table or set(states.values()) != {"missing"}:
+        database.retry(connection, wait, work)
+
+
+def _put_on(connection: Connection, wait: float) -> None:
+    dstack.check_schema(connection)
+    database.check_rights(connection)
+    _run_revisions(connection, wait)
+    log.info("The triggers are installed and every counter is right")
+
+
+def _current(connection: Connection) -> set[str]:
+    migration_context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
+    return set(migration_context.get_current_heads())
+
+
+def _run_revisions(connection: Connection, wait: float) -> None:
+    def work() -> None:
+        connection.commit()
+        context.configure(
+            connection=connection,
+            version_table=VERSION_TABLE,
+            transaction_per_migration=True,
+            # For `alembic check`, which compares tables: there is none of ours to compare.
+            target_metadata=MetaData(),
+            include_name=lambda *_: False,
+            on_version_apply=_log_revision,
+        )
+        with context.begin_transaction():
+            context.run_migrations()
+
+    database.retry(connection, wait, work)
+    connection.commit()
+    if _command() == "downgrade" and not _current(connection):
+        # What a version table that was lost, or is at base by hand, no longer accounts for.
+        _take_off(connection, wait)
+        connection.execute(text(f"DROP TABLE IF EXISTS {VERSION_TABLE}"))
+        connection.commit()
+
+
+def _log_revision(step: MigrationInfo, **_: object) -> None:
+    revision = step.up_revision
+    if revision is not None:
+        log.info("Revision %s %s: %s", revision.revision, "on" if step.is_upgrade else "off", revision.doc)
+
+
+def _check(connection: Connection) -> None:
+    dstack.check_schema(connection)
+    problems = [f"{name} is {state}" for name, state in objects.states(connection).items()]
+    problems = [problem for problem in problems if not problem.endswith(" is installed")]
+    if _current(connection) != _heads():
+        problems.append(f"revision is {', '.join(_current(connection)) or 'base'}, not {', '.join(_heads())}")
+    if not any("function/busy_blocks_of_job" in p or "view/" in p for p in problems):
+        problems += [
+            f"instance {row.name} ({row.id}): busy_blocks is {row.is_now}, should be {row.should_be}"
+            for row in counters.drift(connection)
+        ]
+    if problems:
+        raise Refused("; ".join(problems) + ". Nothing was changed. Run `alembic upgrade head`.")
+    _run_revisions(connection, WAIT)

@@ -1,0 +1,29 @@
+-- Deferred trigger function of instances: sums the attached jobs anew, at commit.
+--
+-- Guards: promotion from PENDING, and self-healing: whatever left the counter wrong (triggers disabled,
+--         a restore, an upgrade without the hook) ends at the next change of the instance's status, or
+--         by hand with UPDATE instances SET status = status.
+-- Locks:  nothing new; the transaction holds the row since the statement that fired this.
+-- Costs:  one JSON parse per attached job, once per transaction that names the status of an instance.
+--         dstack changes it with none or one job attached, mostly.
+--
+-- Deferred, because in the middle of a statement jobs may already be moved whose difference
+-- busy_blocks_apply has yet to add: they would be counted twice.
+CREATE FUNCTION busy_blocks_recompute() RETURNS trigger
+LANGUAGE plpgsql
+SET search_path FROM CURRENT
+SET busy_blocks.writer TO 'trigger'
+AS $$
+DECLARE
+    blocks integer := (
+        SELECT coalesce(sum(busy_blocks_of_job(jobs.job_runtime_data)), 0)
+        FROM jobs
+        WHERE jobs.instance_id = new.id
+    );
+BEGIN
+    UPDATE instances
+    SET busy_blocks = CASE WHEN status = 'PENDING' THEN 0 ELSE blocks END
+    WHERE id = new.id AND busy_blocks <> CASE WHEN status = 'PENDING' THEN 0 ELSE blocks END;
+    RETURN NULL;
+END
+$$

@@ -1,0 +1,14 @@
+-- Guards: an attached job deleted, by hand or by a cascade from its instance, run or project.
+-- Locks:  nothing new; the statement holds the database.
+-- Costs:  one sum and one write of the instance per deleted job that was attached.
+CREATE TRIGGER busy_blocks_jobs_delete
+AFTER DELETE ON jobs
+WHEN old.instance_id IS NOT NULL
+BEGIN
+    UPDATE instances
+    SET busy_blocks = (
+        SELECT derived.busy_blocks FROM busy_blocks_derived AS derived
+        WHERE derived.instance_id = old.instance_id
+    )
+    WHERE id = old.instance_id;
+END

