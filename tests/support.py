@@ -120,9 +120,9 @@ def table(connection: Connection, name: str) -> Table:
     return _tables[key]
 
 
-def add_row(connection: Connection, name: str, **values: Any) -> str:
+def add_row(connection: Connection, into: str, /, **values: Any) -> str:
     """Insert one row, with a plain value in every column that needs one; its id, in hex."""
-    target = table(connection, name)
+    target = table(connection, into)
     values.setdefault("id", uuid.uuid4().hex)
     row: dict[str, Any] = {}
     for column in target.columns:
