@@ -1,5 +1,7 @@
 """What the tests share: rows of dstack's tables, the truth about them, and ways to run alembic."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -11,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from alembic.config import main
 from sqlalchemy import Connection, Engine, MetaData, Table, create_engine, event, insert, inspect, select, text
 from sqlalchemy.pool import NullPool
 
@@ -44,8 +47,10 @@ class Database:
             yield connection
 
     def alembic(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run alembic as a process, from the checkout."""
-        return alembic(*arguments, DSTACK_DATABASE_URL=self.url, **environment)
+        """Run alembic on this database; as a process where it needs an environment of its own."""
+        if environment:
+            return alembic(*arguments, DSTACK_DATABASE_URL=self.url, **environment)
+        return alembic_in_process(self.url, *arguments)
 
     def upgrade(self) -> str:
         """`alembic upgrade head`, which has to succeed; what it printed."""
@@ -60,6 +65,7 @@ class Database:
 
 
 def alembic(*arguments: str, python: str = sys.executable, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run alembic as a process, from the checkout."""
     return subprocess.run(
         [python, "-m", "alembic", "-c", str(ROOT / "alembic.ini"), *arguments],
         env={**os.environ, **environment},
@@ -69,6 +75,28 @@ def alembic(*arguments: str, python: str = sys.executable, **environment: str) -
         stdin=subprocess.DEVNULL,
         timeout=300,
     )
+
+
+def alembic_in_process(url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same command line without a new interpreter, which would import dstack for seconds."""
+    out, err = io.StringIO(), io.StringIO()
+    code: Any = 0
+    before = os.environ.get("DSTACK_DATABASE_URL")
+    os.environ["DSTACK_DATABASE_URL"] = url
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            main(argv=["-c", str(ROOT / "alembic.ini"), *arguments], prog="alembic")
+    except SystemExit as end:
+        code = end.code or 0
+    finally:
+        os.environ.pop("DSTACK_DATABASE_URL")
+        if before is not None:
+            os.environ["DSTACK_DATABASE_URL"] = before
+    if isinstance(code, str):
+        # As the interpreter does with sys.exit("message").
+        err.write(code + "\n")
+        code = 1
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 def job_runtime_data(blocks: Any = None, **offer: Any) -> str:
@@ -185,7 +213,9 @@ def schema_of(database: Database) -> list[Any]:
     """Every object of the schema, with its definition: to compare before and after."""
     with database.begin() as connection:
         if database.dialect == "sqlite":
-            return sorted(map(tuple, connection.execute(text("SELECT type, name, tbl_name, sql FROM sqlite_master"))), key=str)
+            found = connection.execute(text("SELECT type, name, tbl_name, sql FROM sqlite_master"))
+            # alembic prints a table with spaces offline, and creates it with tabs.
+            return sorted((*row[:3], " ".join((row[3] or "").split())) for row in found)
         queries = (
             "SELECT 'relation', relname, relkind::text, relacl::text FROM pg_class WHERE relnamespace = 'public'::regnamespace",
             "SELECT 'column', attrelid::regclass::text, attname, format_type(atttypid, atttypmod) || attnotnull"

@@ -35,5 +35,6 @@ def correct(connection: Connection, commit: Callable[[], None]) -> int:
                 "Instance %s (%s): busy_blocks was %s, is %s", row.name, row.id, row.is_now, row.should_be
             )
     if wrong:
-        log.warning("%d instances had a wrong busy_blocks and were corrected", len(wrong))
+        plural = "" if len(wrong) == 1 else "s"
+        log.warning("%d instance%s had a wrong busy_blocks: corrected", len(wrong), plural)
     return len(wrong)

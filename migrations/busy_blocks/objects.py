@@ -115,7 +115,7 @@ def _states_sqlite(connection: Connection) -> dict[str, str]:
 
 
 FUNCTIONS = text("""
-    SELECT proname, prosrc, provolatile, prosecdef, proconfig, nspname
+    SELECT proname, prosrc, provolatile, prosecdef, proconfig, quote_ident(nspname) AS schema
     FROM pg_proc
     INNER JOIN pg_namespace ON pg_proc.pronamespace = pg_namespace.oid
     INNER JOIN pg_class ON pg_class.relnamespace = pg_namespace.oid
@@ -166,12 +166,12 @@ def _states_postgresql(connection: Connection) -> dict[str, str]:
 
 def _is_function(row, statement: str) -> bool:
     header, body, _ = statement.split("$$")
-    config = [f"search_path={row.nspname}, pg_temp"]
+    config = [f"search_path={row.schema}, pg_temp"]
     if "busy_blocks.writer" in header:
         config.append("busy_blocks.writer=trigger")
     return (
         row.prosrc == body
-        and sorted(item.replace('"', "") for item in row.proconfig or ()) == sorted(config)
+        and sorted(row.proconfig or ()) == sorted(config)
         and row.provolatile == ("i" if "\nIMMUTABLE\n" in header else "v")
         and not row.prosecdef
     )
@@ -181,5 +181,5 @@ def _comparable(definition: str) -> str:
     # The server gives a definition back with schema names, parentheses and casts of its own.
     definition = without_header(definition).lower()
     definition = definition.replace(" concurrently", "").replace("::text", "")
-    definition = re.sub(r"\b(on|function) (?:\w+|\"[^\"]+\")\.", r"\1 ", definition)
+    definition = re.sub(r'\b(on|function) (?:\w+|"(?:[^"]|"")+")\.', r"\1 ", definition)
     return " ".join(re.sub(r"[()\s]+", " ", definition).split())

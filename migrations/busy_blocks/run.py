@@ -19,7 +19,8 @@ log = logging.getLogger("dstack.busy_blocks")
 
 # A table of its own: dstack does not start where alembic_version names a revision it does not know.
 VERSION_TABLE = "busy_blocks_alembic_version"
-WAIT = 60.0  # seconds to try again while somebody else holds a lock
+WAIT = 60.0  # seconds to try again, on the command line, while somebody else holds a lock
+HOOK_WAIT = 15.0  # the same where a server waits to start; dstack waits as long for its own migrations
 
 
 class Options(NamedTuple):
@@ -40,6 +41,8 @@ def offline() -> None:
     )
     with context.begin_transaction():
         context.run_migrations()
+        if _work() == "downgrade" and not context.get_revision_argument():
+            context.execute(f"DROP TABLE {VERSION_TABLE}")
 
 
 def hook(connection: Connection) -> None:
@@ -49,17 +52,17 @@ def hook(connection: Connection) -> None:
     goes wrong in dstack's own migrations is raised, as it is without us.
     """
     if _command() != "upgrade" or not _is_to_head():
-        _run_revisions(connection, WAIT)
+        _run_revisions(connection, HOOK_WAIT)
         return
     script = dstack.scripts()
     if script is None or dstack.current(connection) == set(script.get_heads()):
-        _or_log(connection, lambda: _repair(connection, WAIT))
+        _or_log(connection, lambda: _repair(connection, HOOK_WAIT))
         return
     _or_log(connection, lambda: dstack.clear_leftovers(connection))
-    is_off = _or_log(connection, lambda: _take_off(connection, WAIT))
+    is_off = _or_log(connection, lambda: _take_off(connection, HOOK_WAIT))
     dstack.upgrade(connection, script)
     if is_off:
-        _or_log(connection, lambda: _put_on(connection, WAIT))
+        _or_log(connection, lambda: _put_on(connection, HOOK_WAIT))
 
 
 def _or_log(connection: Connection, work: Callable[[], None]) -> bool:
@@ -123,9 +126,13 @@ def _options() -> Options:
 
 
 def _command() -> str:
+    context.configure(dialect_name="sqlite")
+    return _work()
+
+
+def _work() -> str:
     # The work function that alembic's command gives to EnvironmentContext has the command's name for
     # upgrade and downgrade; `check` runs retrieve_migrations, `current` display_version.
-    context.configure(dialect_name="sqlite")
     return context.get_context().opts["fn"].__name__
 
 
