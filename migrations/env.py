@@ -16,7 +16,7 @@ from alembic import context
 if str(Path(__file__).parent) not in sys.path:
     sys.path.append(str(Path(__file__).parent))
 
-from busy_blocks import run  # noqa: E402
+from busy_blocks import run
 
 if context.config.config_file_name is not None and context.config.attributes.get("configure_logging", True):
     fileConfig(context.config.config_file_name, disable_existing_loggers=False)

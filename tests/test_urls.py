@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 from sqlalchemy.dialects import registry
-
 from support import ROOT
 
 sys.path.append(str(ROOT / "migrations"))
 
-from busy_blocks import database, urls  # noqa: E402
-from busy_blocks.errors import Refused  # noqa: E402
+from busy_blocks import database, urls
+from busy_blocks.errors import Refused
 
 
 def libpq_arguments(monkeypatch: pytest.MonkeyPatch, given: str) -> dict[str, Any]:
@@ -34,7 +33,10 @@ def libpq_arguments(monkeypatch: pytest.MonkeyPatch, given: str) -> dict[str, An
         ("postgresql+asyncpg://u@/d?host=/var/run/postgresql", {"host": "/var/run/postgresql"}),
         ("postgresql+asyncpg:///d?user=u&host=/tmp&port=5433", {"host": "/tmp", "port": "5433", "user": "u"}),
         ("postgresql+asyncpg://u@/d?host=a:1&host=b:2", {"host": "a,b", "port": "1,2"}),
-        ("postgresql+asyncpg://u@h/d?target_session_attrs=read-write", {"target_session_attrs": "read-write"}),
+        (
+            "postgresql+asyncpg://u@h/d?target_session_attrs=read-write",
+            {"target_session_attrs": "read-write"},
+        ),
     ],
 )
 def test_postgresql(monkeypatch: pytest.MonkeyPatch, given: str, expected: dict[str, Any]) -> None:
@@ -50,7 +52,9 @@ def test_arguments_of_asyncpg_alone_are_dropped(monkeypatch: pytest.MonkeyPatch)
     assert arguments.keys() == {"user", "host", "dbname"} | (arguments.keys() & {"context"})
 
 
-@pytest.mark.parametrize("given", ["sqlite+aiosqlite:///x/y.db", "sqlite+aiosqlite:////x/y.db", "sqlite+aiosqlite:///~/y.db"])
+@pytest.mark.parametrize(
+    "given", ["sqlite+aiosqlite:///x/y.db", "sqlite+aiosqlite:////x/y.db", "sqlite+aiosqlite:///~/y.db"]
+)
 def test_sqlite_is_the_file_that_the_server_opens(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     """Compared with what SQLAlchemy's aiosqlite dialect, which the server uses, makes of the URL."""
     monkeypatch.setenv("DSTACK_DATABASE_URL", given)

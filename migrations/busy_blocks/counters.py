@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from sqlalchemy import Connection, Row, bindparam, text
 
@@ -12,7 +13,7 @@ log = logging.getLogger("dstack.busy_blocks")
 BATCH = 500  # instances a transaction: a server waits for few rows, and not for long
 
 
-def drift(connection: Connection) -> list[Row]:
+def drift(connection: Connection) -> list[Row[Any]]:
     """Instances whose counter differs: name, id, is_now and should_be, in blocks. Writes nothing."""
     return list(connection.execute(text(objects.read(connection.dialect.name, "drift"))))
 

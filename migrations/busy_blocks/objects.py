@@ -3,9 +3,10 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from alembic import context
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, Row, text
 
 SQL = Path(__file__).resolve().parents[2] / "sql"
 
@@ -164,12 +165,12 @@ def _states_postgresql(connection: Connection) -> dict[str, str]:
     return result
 
 
-def _is_function(row, statement: str) -> bool:
+def _is_function(row: Row[Any], statement: str) -> bool:
     header, body, _ = statement.split("$$")
     config = [f"search_path={row.schema}, pg_temp"]
     if "busy_blocks.writer" in header:
         config.append("busy_blocks.writer=trigger")
-    return (
+    return bool(
         row.prosrc == body
         and sorted(row.proconfig or ()) == sorted(config)
         and row.provolatile == ("i" if "\nIMMUTABLE\n" in header else "v")

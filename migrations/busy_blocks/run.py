@@ -2,8 +2,8 @@
 
 import logging
 import sys
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 from alembic import context
 from alembic.runtime.migration import MigrationContext, MigrationInfo
@@ -133,7 +133,7 @@ def _command() -> str:
 def _work() -> str:
     # The work function that alembic's command gives to EnvironmentContext has the command's name for
     # upgrade and downgrade; `check` runs retrieve_migrations, `current` display_version.
-    return context.get_context().opts["fn"].__name__
+    return str(context.get_context().opts["fn"].__name__)
 
 
 def _is_to_head() -> bool:
@@ -247,10 +247,12 @@ def _run_revisions(connection: Connection, wait: float) -> None:
         connection.commit()
 
 
-def _log_revision(step: MigrationInfo, **_: object) -> None:
-    revision = step.up_revision
-    if revision is not None:
-        log.info("Revision %s %s: %s", revision.revision, "on" if step.is_upgrade else "off", revision.doc)
+def _log_revision(
+    ctx: MigrationContext, step: MigrationInfo, heads: Collection[Any], run_args: Mapping[str, Any]
+) -> None:
+    script = context.script.get_revision(step.up_revision_id or "")
+    if script is not None:
+        log.info("Revision %s %s: %s", script.revision, "on" if step.is_upgrade else "off", script.doc)
 
 
 def _check(connection: Connection) -> None:

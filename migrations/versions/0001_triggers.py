@@ -5,7 +5,6 @@ Revises:
 """
 
 from alembic import context, op
-
 from busy_blocks import objects
 
 revision = "0001"

@@ -5,7 +5,6 @@ Revises: 0001
 """
 
 from alembic import context, op
-
 from busy_blocks import counters, objects
 
 revision = "0002"

@@ -3,21 +3,30 @@
 -- Guards: nothing; a plain SELECT, for psql, the backfill and alembic check.
 -- Locks:  nothing beyond a plain SELECT.
 -- Costs:  one JSON parse per attached job and one pass over instances.
-SELECT
-    instances.name,
-    instances.id,
-    instances.busy_blocks AS is_now,
-    CASE WHEN instances.status = 'PENDING' THEN 0 ELSE coalesce(attached.blocks, 0) END AS should_be
-FROM instances
-LEFT JOIN (
+WITH attached AS (
     SELECT
-        jobs.instance_id,
-        sum(busy_blocks_of_job(jobs.job_runtime_data)) AS blocks
+        instance_id,
+        sum(busy_blocks_of_job(job_runtime_data)) AS blocks
     FROM jobs
-    WHERE jobs.instance_id IS NOT NULL
-    GROUP BY jobs.instance_id
-) AS attached ON instances.id = attached.instance_id
-WHERE
-    instances.busy_blocks
-    <> CASE WHEN instances.status = 'PENDING' THEN 0 ELSE coalesce(attached.blocks, 0) END
-ORDER BY instances.name, instances.id
+    WHERE instance_id IS NOT NULL
+    GROUP BY instance_id
+),
+
+derived AS (
+    SELECT
+        instances.name,
+        instances.id,
+        instances.busy_blocks AS is_now,
+        CASE WHEN instances.status = 'PENDING' THEN 0 ELSE coalesce(attached.blocks, 0) END AS should_be
+    FROM instances
+    LEFT JOIN attached ON instances.id = attached.instance_id
+)
+
+SELECT
+    name,
+    id,
+    is_now,
+    should_be
+FROM derived
+WHERE is_now <> should_be
+ORDER BY name, id

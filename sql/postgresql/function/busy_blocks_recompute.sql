@@ -12,7 +12,7 @@
 CREATE FUNCTION busy_blocks_recompute() RETURNS trigger
 LANGUAGE plpgsql
 SET search_path FROM CURRENT
-SET busy_blocks.writer TO 'trigger'
+SET "busy_blocks.writer" TO 'trigger'
 AS $$
 DECLARE
     blocks integer := (

@@ -6,7 +6,7 @@
 CREATE FUNCTION busy_blocks_truncate() RETURNS trigger
 LANGUAGE plpgsql
 SET search_path FROM CURRENT
-SET busy_blocks.writer TO 'trigger'
+SET "busy_blocks.writer" TO 'trigger'
 AS $$
 BEGIN
     UPDATE instances SET busy_blocks = 0 WHERE busy_blocks <> 0;

@@ -2,7 +2,7 @@
 --
 -- Guards: the cost of busy_blocks_derived: the sum over an instance reads this index and parses no JSON
 --         (SQLite 3.40 and later; an older one parses, and is as right). The expression is the one in
---         view/busy_blocks_derived.sql, to the letter.
+--         view/busy_blocks_derived.sql.
 -- Locks:  the database, as every write does in SQLite, while it is built.
 -- Costs:  one entry per attached job, written when instance_id or job_runtime_data is.
 CREATE INDEX busy_blocks_jobs ON jobs (
@@ -14,4 +14,5 @@ CREATE INDEX busy_blocks_jobs ON jobs (
             THEN json_extract(job_runtime_data, '$.offer.blocks')
         ELSE 1
     END
-) WHERE instance_id IS NOT NULL
+)
+WHERE instance_id IS NOT NULL

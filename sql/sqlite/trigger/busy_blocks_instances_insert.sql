@@ -3,13 +3,17 @@
 -- Costs:  one sum per inserted instance, and one write where the number is not the sum.
 CREATE TRIGGER busy_blocks_instances_insert
 AFTER INSERT ON instances
-WHEN new.busy_blocks IS NOT (
-    SELECT derived.busy_blocks FROM busy_blocks_derived AS derived WHERE derived.instance_id = new.id
-)
+WHEN
+    new.busy_blocks IS NOT (
+        SELECT derived.busy_blocks FROM busy_blocks_derived AS derived
+        WHERE derived.instance_id = new.id
+    )
 BEGIN
     UPDATE instances
-    SET busy_blocks = (
-        SELECT derived.busy_blocks FROM busy_blocks_derived AS derived WHERE derived.instance_id = new.id
-    )
+    SET
+        busy_blocks = (
+            SELECT derived.busy_blocks FROM busy_blocks_derived AS derived
+            WHERE derived.instance_id = new.id
+        )
     WHERE id = new.id;
 END

@@ -5,13 +5,17 @@
 --         write fires it again where recursive_triggers is on, and finds the number right.
 CREATE TRIGGER busy_blocks_instances_update
 AFTER UPDATE OF id, busy_blocks, status ON instances
-WHEN new.busy_blocks IS NOT (
-    SELECT derived.busy_blocks FROM busy_blocks_derived AS derived WHERE derived.instance_id = new.id
-)
+WHEN
+    new.busy_blocks IS NOT (
+        SELECT derived.busy_blocks FROM busy_blocks_derived AS derived
+        WHERE derived.instance_id = new.id
+    )
 BEGIN
     UPDATE instances
-    SET busy_blocks = (
-        SELECT derived.busy_blocks FROM busy_blocks_derived AS derived WHERE derived.instance_id = new.id
-    )
+    SET
+        busy_blocks = (
+            SELECT derived.busy_blocks FROM busy_blocks_derived AS derived
+            WHERE derived.instance_id = new.id
+        )
     WHERE id = new.id;
 END

@@ -6,9 +6,10 @@ AFTER DELETE ON jobs
 WHEN old.instance_id IS NOT NULL
 BEGIN
     UPDATE instances
-    SET busy_blocks = (
-        SELECT derived.busy_blocks FROM busy_blocks_derived AS derived
-        WHERE derived.instance_id = old.instance_id
-    )
+    SET
+        busy_blocks = (
+            SELECT derived.busy_blocks FROM busy_blocks_derived AS derived
+            WHERE derived.instance_id = old.instance_id
+        )
     WHERE id = old.instance_id;
 END

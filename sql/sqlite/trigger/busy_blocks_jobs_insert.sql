@@ -6,9 +6,10 @@ AFTER INSERT ON jobs
 WHEN new.instance_id IS NOT NULL
 BEGIN
     UPDATE instances
-    SET busy_blocks = (
-        SELECT derived.busy_blocks FROM busy_blocks_derived AS derived
-        WHERE derived.instance_id = new.instance_id
-    )
+    SET
+        busy_blocks = (
+            SELECT derived.busy_blocks FROM busy_blocks_derived AS derived
+            WHERE derived.instance_id = new.instance_id
+        )
     WHERE id = new.instance_id;
 END

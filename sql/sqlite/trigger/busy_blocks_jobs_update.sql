@@ -7,9 +7,10 @@ AFTER UPDATE OF instance_id, job_runtime_data ON jobs
 WHEN old.instance_id IS NOT new.instance_id OR old.job_runtime_data IS NOT new.job_runtime_data
 BEGIN
     UPDATE instances
-    SET busy_blocks = (
-        SELECT derived.busy_blocks FROM busy_blocks_derived AS derived
-        WHERE derived.instance_id = instances.id
-    )
+    SET
+        busy_blocks = (
+            SELECT derived.busy_blocks FROM busy_blocks_derived AS derived
+            WHERE derived.instance_id = instances.id
+        )
     WHERE id IN (old.instance_id, new.instance_id);
 END

@@ -11,21 +11,24 @@ SELECT
     instances.id AS instance_id,
     CASE
         WHEN instances.status = 'PENDING' THEN 0
-        ELSE (
-            SELECT coalesce(
-                sum(
-                    CASE
-                        WHEN NOT json_valid(job_runtime_data) THEN 1
-                        WHEN json_type(job_runtime_data, '$.offer.blocks') <> 'integer' THEN 1
-                        WHEN json_extract(job_runtime_data, '$.offer.blocks') BETWEEN 0 AND 999999
-                            THEN json_extract(job_runtime_data, '$.offer.blocks')
-                        ELSE 1
-                    END
-                ),
-                0
+        ELSE
+            (
+                SELECT
+                    coalesce(
+                        sum(
+                            CASE
+                                WHEN NOT json_valid(jobs.job_runtime_data) THEN 1
+                                WHEN json_type(jobs.job_runtime_data, '$.offer.blocks') <> 'integer' THEN 1
+                                WHEN
+                                    json_extract(jobs.job_runtime_data, '$.offer.blocks') BETWEEN 0 AND 999999
+                                    THEN json_extract(jobs.job_runtime_data, '$.offer.blocks')
+                                ELSE 1
+                            END
+                        ),
+                        0
+                    )
+                FROM jobs
+                WHERE jobs.instance_id = instances.id
             )
-            FROM jobs
-            WHERE jobs.instance_id = instances.id
-        )
     END AS busy_blocks
 FROM instances
