@@ -238,47 +238,6 @@ def test_tables_in_another_schema(bare: Database, schema: str) -> None:
     assert bare.alembic("downgrade", "base").returncode == 0
 
 
-def test_offline_installs_and_removes_the_same(bare: Database) -> None:
-    add_drift(bare)
-    before = schema_of(bare)
-    for arguments in (("upgrade", "head", "--sql"), ("downgrade", "head:base", "--sql")):
-        script = bare.alembic(*arguments)
-        assert script.returncode == 0, script.stderr
-        execute_script(bare, script.stdout)
-        if arguments[0] == "upgrade":
-            bare.check_right()
-            offline = schema_of(bare)
-            assert "nothing to do" in bare.upgrade()
-    assert schema_of(bare) == before
-    bare.upgrade()
-    assert schema_of(bare) == offline
-
-
-def execute_script(database: Database, script: str) -> None:
-    if database.dialect == "sqlite":
-        connection = sqlite3.connect(database.path)
-        connection.executescript(script)
-        connection.close()
-        return
-    with database.engine.connect() as opened:
-        driver = opened.connection.driver_connection
-        assert driver is not None
-        driver.autocommit = True
-        driver.execute(script)
-
-
-def test_offline_connects_to_nothing(dialect: str, tmp_path: Path) -> None:
-    url = {
-        "sqlite": f"sqlite+aiosqlite:///{tmp_path}/none.db",
-        "postgresql": "postgresql+asyncpg://u:secret@nowhere.invalid/d",
-    }[dialect]
-    result = alembic("upgrade", "head", "--sql", DSTACK_DATABASE_URL=url)
-    assert result.returncode == 0
-    assert "busy_blocks_jobs_update" in result.stdout
-    assert "secret" not in result.stdout + result.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_leaves_dstacks_schema_alone_when_told(empty: Database) -> None:
     result = empty.alembic("-x", "dstack=skip", "upgrade", "head")
     fails(result, "no database" if empty.dialect == "sqlite" else "not the database of a dstack server")

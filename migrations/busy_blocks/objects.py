@@ -115,15 +115,16 @@ def _states_sqlite(connection: Connection) -> dict[str, str]:
     return result
 
 
+# "char" is cast: asyncpg gives it as bytes, psycopg as str.
 FUNCTIONS = text("""
-    SELECT proname, prosrc, provolatile, prosecdef, proconfig, quote_ident(nspname) AS schema
+    SELECT proname, prosrc, CAST(provolatile AS text) AS provolatile, prosecdef, proconfig, quote_ident(nspname) AS schema
     FROM pg_proc
     INNER JOIN pg_namespace ON pg_proc.pronamespace = pg_namespace.oid
     INNER JOIN pg_class ON pg_class.relnamespace = pg_namespace.oid
     WHERE pg_class.oid = to_regclass('instances') AND proname LIKE 'busy\\_blocks\\_%'
 """)
 TRIGGERS = text("""
-    SELECT tgname, tgenabled, pg_get_triggerdef(pg_trigger.oid) AS definition
+    SELECT tgname, CAST(tgenabled AS text) AS tgenabled, pg_get_triggerdef(pg_trigger.oid) AS definition
     FROM pg_trigger
     WHERE tgrelid IN (to_regclass('jobs'), to_regclass('instances')) AND NOT tgisinternal
 """)

@@ -31,18 +31,26 @@ class Options(NamedTuple):
 
 
 def offline() -> None:
-    """Print the SQL of `--sql`. Connects to nothing."""
+    """Print the SQL of `--sql`. Connects to nothing.
+
+    From or to base, the script starts with taking everything of ours off, so it can be run twice, and on
+    a database where only a part of ours is there.
+    """
+    dialect = urls.server_url().get_backend_name()
     context.configure(
-        dialect_name=urls.server_url().get_backend_name(),
+        dialect_name=dialect,
         version_table=VERSION_TABLE,
         literal_binds=True,
         # Without it alembic prints no BEGIN for SQLite.
         transactional_ddl=True,
     )
     with context.begin_transaction():
-        context.run_migrations()
-        if _work() == "downgrade" and not context.get_revision_argument():
-            context.execute(f"DROP TABLE {VERSION_TABLE}")
+        if not context.get_starting_revision_argument() or not context.get_revision_argument():
+            objects.begin(dialect, context.execute)
+            objects.remove(dialect, context.execute)
+            context.execute(f"DROP TABLE IF EXISTS {VERSION_TABLE}")
+        if context.get_revision_argument():
+            context.run_migrations()
 
 
 def hook(connection: Connection) -> None:
@@ -126,13 +134,9 @@ def _options() -> Options:
 
 
 def _command() -> str:
-    context.configure(dialect_name="sqlite")
-    return _work()
-
-
-def _work() -> str:
     # The work function that alembic's command gives to EnvironmentContext has the command's name for
     # upgrade and downgrade; `check` runs retrieve_migrations, `current` display_version.
+    context.configure(dialect_name="sqlite")
     return str(context.get_context().opts["fn"].__name__)
 
 
