@@ -117,7 +117,9 @@ def _states_sqlite(connection: Connection) -> dict[str, str]:
 
 # "char" is cast: asyncpg gives it as bytes, psycopg as str.
 FUNCTIONS = text("""
-    SELECT proname, prosrc, CAST(provolatile AS text) AS provolatile, prosecdef, proconfig, quote_ident(nspname) AS schema
+    SELECT
+        proname, prosrc, proisstrict, prosecdef, proconfig, CAST(provolatile AS text) AS provolatile,
+        quote_ident(nspname) AS schema
     FROM pg_proc
     INNER JOIN pg_namespace ON pg_proc.pronamespace = pg_namespace.oid
     INNER JOIN pg_class ON pg_class.relnamespace = pg_namespace.oid
@@ -176,6 +178,7 @@ def _is_function(row: Row[Any], statement: str) -> bool:
         and sorted(row.proconfig or ()) == sorted(config)
         and row.provolatile == ("i" if "\nIMMUTABLE\n" in header else "v")
         and not row.prosecdef
+        and not row.proisstrict
     )
 
 
