@@ -6,7 +6,7 @@
 WITH attached AS (
     SELECT
         instance_id,
-        sum(busy_blocks_of_job(job_runtime_data)) AS blocks
+        sum(coalesce(busy_blocks_of_job(job_runtime_data), 1)) AS blocks
     FROM jobs
     WHERE instance_id IS NOT NULL
     GROUP BY instance_id

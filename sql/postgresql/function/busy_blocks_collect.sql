@@ -21,10 +21,10 @@ BEGIN
         CONTINUE WHEN instance_id IS NULL;
         difference := 0;
         IF new.instance_id = instance_id THEN
-            difference := difference + busy_blocks_of_job(new.job_runtime_data);
+            difference := difference + coalesce(busy_blocks_of_job(new.job_runtime_data), 1);
         END IF;
         IF old.instance_id = instance_id THEN
-            difference := difference - busy_blocks_of_job(old.job_runtime_data);
+            difference := difference - coalesce(busy_blocks_of_job(old.job_runtime_data), 1);
         END IF;
         entry := strpos(pending, instance_id::text);
         IF entry = 0 THEN

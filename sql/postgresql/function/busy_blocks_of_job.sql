@@ -1,9 +1,9 @@
--- Blocks that one job occupies on the instance it is attached to.
+-- Blocks that one job occupies on the instance it is attached to; NULL where that cannot be read.
 --
 -- Guards: the integer at offer.blocks of jobs.job_runtime_data, 1 where dstack writes none (its
---         _get_job_occupied_blocks). Text that is no JSON, or a value that is no integer from 0 to
---         999999, counts as 1 too: a server's statement must never fail over it. The upper bound
---         keeps every sum within the integer column.
+--         _get_job_occupied_blocks). NULL for text that is no JSON, or a value that is no integer from
+--         0 to 999999: the callers count it as 1, and anomalies.sql lists it. A server's statement must
+--         never fail over it. The upper bound keeps every sum within the integer column.
 -- Locks:  nothing.
 -- Costs:  one parse of the JSON text, some microseconds. The exception block opens a subtransaction
 --         that writes nothing and so takes no transaction id.
@@ -19,13 +19,16 @@ BEGIN
     IF job_runtime_data IS NULL THEN
         RETURN 1;
     END IF;
-    blocks := (job_runtime_data::json #> '{offer,blocks}')::text;
+    blocks := job_runtime_data::json #> '{offer,blocks}';
+    IF blocks IS NULL THEN
+        RETURN 1;
+    END IF;
     IF blocks ~ '^(-?0|[1-9][0-9]{0,5})$' THEN
         RETURN blocks::integer;
     END IF;
-    RETURN 1;
+    RETURN NULL;
 EXCEPTION
     WHEN OTHERS THEN
-        RETURN 1;
+        RETURN NULL;
 END
 $$

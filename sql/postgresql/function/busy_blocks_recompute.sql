@@ -16,7 +16,7 @@ SET "busy_blocks.writer" TO 'trigger'
 AS $$
 DECLARE
     blocks integer := (
-        SELECT coalesce(sum(busy_blocks_of_job(jobs.job_runtime_data)), 0)
+        SELECT coalesce(sum(coalesce(busy_blocks_of_job(jobs.job_runtime_data), 1)), 0)
         FROM jobs
         WHERE jobs.instance_id = new.id
     );
