@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import URL, Connection, create_engine, event, text
 from sqlalchemy.exc import DBAPIError, NoSuchModuleError
@@ -16,6 +16,7 @@ from busy_blocks.dstack import MIGRATIONS_LOCK
 from busy_blocks.errors import Refused, is_lock_conflict
 
 RETRY_INTERVAL = 0.5  # seconds
+T = TypeVar("T")
 
 
 def describe(url: URL) -> str:
@@ -152,7 +153,28 @@ def migrations_lock(connection: Connection, wait: float) -> Iterator[None]:
         connection.commit()
 
 
-def retry(connection: Connection, wait: float, work: Callable[[], None]) -> None:
+@contextmanager
+def lock_timeout(connection: Connection, wait: float) -> Iterator[None]:
+    """On PostgreSQL no statement waits longer than `wait` seconds for a lock, be it one row's.
+
+    Ends with the session's own lock_timeout, which may be the server's, and with no transaction open.
+    """
+    statement = text("SELECT set_config('lock_timeout', :value, false)")
+    before = None
+    if connection.dialect.name == "postgresql":
+        before = connection.scalar(text("SHOW lock_timeout"))
+        connection.execute(statement, {"value": f"{max(1, round(wait * 1000))}ms"})
+        connection.commit()
+    try:
+        yield
+    finally:
+        connection.rollback()
+        if before is not None:
+            connection.execute(statement, {"value": before})
+            connection.commit()
+
+
+def retry(connection: Connection, wait: float, work: Callable[[], T]) -> T:
     """Run `work`, and again while it fails for a lock on the tables that a server holds.
 
     Raises:
@@ -161,7 +183,8 @@ def retry(connection: Connection, wait: float, work: Callable[[], None]) -> None
     deadline = time.monotonic() + wait
     while True:
         try:
-            return work()
+            with lock_timeout(connection, wait):
+                return work()
         except DBAPIError as error:
             connection.rollback()
             if not is_lock_conflict(error):

@@ -59,13 +59,14 @@ def upgrade(connection: Connection, script: ScriptDirectory) -> None:
 
     Writes dstack's schema and its version table. Raises whatever they raise.
     """
-    before = ", ".join(sorted(current(connection))) or "an empty database"
-    log.info(
-        "dstack %s: taking its schema from %s to %s",
-        version("dstack"),
-        before,
-        ", ".join(script.get_heads()),
-    )
+    before = current(connection)
+    if before != set(script.get_heads()):
+        log.info(
+            "dstack %s: taking its schema from %s to %s",
+            version("dstack"),
+            ", ".join(sorted(before)) or "an empty database",
+            ", ".join(script.get_heads()),
+        )
     connection.commit()
     config = _config()
     config.attributes["connection"] = connection

@@ -63,17 +63,23 @@ def hook(connection: Connection) -> None:
         _run_revisions(connection, HOOK_WAIT)
         return
     script = dstack.scripts()
-    if script is None or dstack.current(connection) == set(script.get_heads()):
-        _or_log(connection, lambda: _repair(connection, HOOK_WAIT))
-        return
-    _or_log(connection, lambda: dstack.clear_leftovers(connection))
-    is_off = _or_log(connection, lambda: _take_off(connection, HOOK_WAIT))
+    if script is None:
+        raise Refused(
+            "This dstack has its migrations elsewhere than the releases up to 0.22, so its schema cannot be"
+            " brought up to date from here. Nothing was changed. Unset DSTACK_ALEMBIC_MIGRATIONS_LOCATION"
+            " to start it without this hook, after `alembic downgrade base`."
+        )
+    revisions = dstack.current(connection)
+    if revisions != set(script.get_heads()) and not dstack.is_ahead(script, revisions):
+        _or_log(connection, lambda: dstack.clear_leftovers(connection))
+        _or_log(connection, lambda: _take_off(connection, HOOK_WAIT))
+    # Also where nothing is pending: dstack's env.py sets up the connection, and it is dstack's to say what
+    # becomes of a database that is ahead, whose triggers the replicas of the newer release live on.
     dstack.upgrade(connection, script)
-    if is_off:
-        _or_log(connection, lambda: _put_on(connection, HOOK_WAIT))
+    _or_log(connection, lambda: _repair(connection, HOOK_WAIT))
 
 
-def _or_log(connection: Connection, work: Callable[[], None]) -> bool:
+def _or_log(connection: Connection, work: Callable[[], None]) -> None:
     try:
         work()
     except Exception as error:
@@ -83,8 +89,6 @@ def _or_log(connection: Connection, work: Callable[[], None]) -> bool:
             "busy_blocks is NOT kept right by triggers; the server goes on without them. %s",
             error if isinstance(error, Refused) else repr(error),
         )
-        return False
-    return True
 
 
 def command_line() -> None:
@@ -184,7 +188,7 @@ def _repair(connection: Connection, wait: float) -> None:
     dstack.check_schema(connection)
     states = objects.states(connection)
     if _current(connection) == _heads() and set(states.values()) == {"installed"}:
-        nothing = counters.correct(connection, commit=connection.commit) == 0
+        nothing = database.retry(connection, wait, lambda: _correct(connection)) == 0
         log.info("The triggers are installed and every counter is right%s", ": nothing to do" * nothing)
         return
     if _current(connection) == _heads():
@@ -193,6 +197,10 @@ def _repair(connection: Connection, wait: float) -> None:
                 log.warning("%s is %s: installing all objects anew", name, state)
     _take_off(connection, wait)
     _put_on(connection, wait)
+
+
+def _correct(connection: Connection) -> int:
+    return counters.correct(connection, commit=connection.commit)
 
 
 def _take_off(connection: Connection, wait: float) -> None:

@@ -5,6 +5,7 @@ Revises:
 """
 
 from alembic import context, op
+from sqlalchemy import text
 from busy_blocks import objects
 
 revision = "0001"
@@ -35,9 +36,13 @@ def _create_postgresql_index() -> None:
     state = objects.states(op.get_bind()).get(index)
     if state not in ("missing", "invalid"):
         return
+    before = op.get_bind().scalar(text("SHOW lock_timeout"))
     with op.get_context().autocommit_block():
         op.execute("SET lock_timeout = '250ms'")
-        # A build that failed leaves an invalid index of the same name.
-        op.execute(objects.drop("postgresql", index))
-        op.execute(objects.read("postgresql", index))
-        op.execute("RESET lock_timeout")
+        try:
+            # A build that failed leaves an invalid index of the same name.
+            op.execute(objects.drop("postgresql", index))
+            op.execute(objects.read("postgresql", index))
+        finally:
+            # The connection may be the server's.
+            op.execute(f"SET lock_timeout = '{before}'")
