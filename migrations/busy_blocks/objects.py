@@ -88,13 +88,43 @@ def remove(dialect: str, execute: Callable[[str], object]) -> None:
         execute(drop(dialect, POSTGRESQL_INDEX))
 
 
+STRAYS = {
+    "postgresql": text("""
+        SELECT tgname AS name, format('DROP TRIGGER %I ON %s', tgname, CAST(tgrelid AS regclass)) AS statement
+        FROM pg_trigger
+        INNER JOIN pg_proc ON pg_trigger.tgfoid = pg_proc.oid
+        WHERE
+            tgrelid IN (to_regclass('jobs'), to_regclass('instances'))
+            AND NOT tgisinternal
+            AND (tgname LIKE 'busy\\_blocks\\_%' OR proname LIKE 'busy\\_blocks\\_%')
+    """),
+    "sqlite": text("""
+        SELECT name, printf('DROP TRIGGER "%w"', name) AS statement
+        FROM sqlite_master
+        WHERE type = 'trigger' AND name GLOB 'busy_blocks_*'
+    """),
+}
+
+
+def strays(connection: Connection) -> dict[str, str]:
+    """Triggers with a name or a function of ours that are not one of OBJECTS, and how to drop each.
+
+    They come by hand or from another release of this package, count twice, and hold our functions.
+    """
+    dialect = connection.dialect.name
+    rows = connection.execute(STRAYS[dialect])
+    found = {f"trigger/{row.name}": row.statement for row in rows}
+    return {name: found[name] for name in sorted(found.keys() - set(OBJECTS[dialect]))}
+
+
 def states(connection: Connection) -> dict[str, str]:
-    """What the database has of each object: installed, altered, disabled, invalid or missing.
+    """What the database has of each object: installed, altered, disabled, invalid, missing or stray.
 
     Reads the catalogue only. On PostgreSQL the index is listed where one is needed, or ours exists.
     """
     dialect = connection.dialect.name
-    return _states_postgresql(connection) if dialect == "postgresql" else _states_sqlite(connection)
+    found = _states_postgresql(connection) if dialect == "postgresql" else _states_sqlite(connection)
+    return found | dict.fromkeys(strays(connection), "stray")
 
 
 def _states_sqlite(connection: Connection) -> dict[str, str]:

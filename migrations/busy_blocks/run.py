@@ -214,6 +214,8 @@ def _take_off(connection: Connection, wait: float) -> None:
 
     def work() -> None:
         objects.begin(dialect, execute)
+        for statement in objects.strays(connection).values():
+            execute(statement)
         objects.remove(dialect, execute)
         if has_version_table:
             execute(f"DELETE FROM {VERSION_TABLE}")

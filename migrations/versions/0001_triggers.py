@@ -5,8 +5,8 @@ Revises:
 """
 
 from alembic import context, op
-from sqlalchemy import text
 from busy_blocks import objects
+from sqlalchemy import text
 
 revision = "0001"
 down_revision = None
