@@ -107,6 +107,34 @@ def check_rights(connection: Connection) -> None:
         )
 
 
+def become_owner(connection: Connection) -> None:
+    """Work as the owner of dstack's tables, where a superuser or a member of that role connected.
+
+    The server has to be able to take off, before an upgrade, what is put on here.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.execute(
+            text("""
+                SELECT set_config('role', pg_get_userbyid(relowner), false) FROM pg_class
+                WHERE oid = to_regclass('instances')
+            """)
+        )
+        connection.commit()
+
+
+@contextmanager
+def autocommit(connection: Connection) -> Iterator[None]:
+    """Each statement is a transaction of its own."""
+    level = connection.get_isolation_level()
+    connection.commit()
+    connection.execution_options(isolation_level="AUTOCOMMIT")
+    try:
+        yield
+    finally:
+        connection.rollback()
+        connection.execution_options(isolation_level=level)
+
+
 def check_json(connection: Connection) -> None:
     """Raises Refused on a SQLite that was built without its JSON functions."""
     try:

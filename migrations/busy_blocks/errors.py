@@ -20,14 +20,19 @@ def is_lock_conflict(error: DBAPIError) -> bool:
     return sqlstate(error) in (LOCK_NOT_AVAILABLE, DEADLOCK_DETECTED)
 
 
+def first_line(error: DBAPIError) -> str:
+    """What the driver says, without the statement, its parameters and the hints below."""
+    lines = str(error.orig).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error.orig).__name__
+
+
 def explain(error: DBAPIError, where: str) -> str:
     """One sentence for a driver's error. `where` is the URL without its password.
 
     The transaction that failed is rolled back; what an earlier revision of the same run committed is
     completed by the next run.
     """
-    lines = str(error.orig).strip().splitlines()
-    reason = lines[0] if lines else type(error.orig).__name__
+    reason = first_line(error)
     if "database is locked" in reason:
         reason = "the SQLite database is locked by another process"
     elif "readonly database" in reason or sqlstate(error) == "25006":

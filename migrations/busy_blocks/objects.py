@@ -1,5 +1,6 @@
 """The database objects: their SQL files, and what the database has of them."""
 
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +8,11 @@ from typing import Any
 
 from alembic import context
 from sqlalchemy import Connection, Row, text
+from sqlalchemy.exc import DBAPIError
+
+from busy_blocks.errors import is_lock_conflict
+
+log = logging.getLogger("dstack.busy_blocks")
 
 SQL = Path(__file__).resolve().parents[2] / "sql"
 
@@ -15,6 +21,7 @@ SQL = Path(__file__).resolve().parents[2] / "sql"
 OBJECTS: dict[str, tuple[str, ...]] = {
     "postgresql": (
         "function/busy_blocks_of_job",
+        "function/busy_blocks_add",
         "function/busy_blocks_collect",
         "function/busy_blocks_apply",
         "function/busy_blocks_truncate",
@@ -66,7 +73,7 @@ def begin(dialect: str, execute: Callable[[str], object]) -> None:
     if dialect == "postgresql":
         # Below deadlock_timeout (1 s by default); see sql/postgresql/lock.sql.
         execute("SET LOCAL lock_timeout = '250ms'")
-        execute(read(dialect, "search_path"))
+        execute(read(dialect, "session"))
         execute(read(dialect, "lock"))
     elif not context.is_offline_mode():
         # sqlite3 opens no transaction for DDL by itself (Python documentation, sqlite3, "Transaction
@@ -86,6 +93,32 @@ def remove(dialect: str, execute: Callable[[str], object]) -> None:
         execute(drop(dialect, name))
     if dialect == "postgresql":
         execute(drop(dialect, POSTGRESQL_INDEX))
+
+
+def build_index(execute: Callable[[str], object]) -> None:
+    """Build PostgreSQL's index, outside a transaction; without it all is right, and slower.
+
+    CREATE INDEX CONCURRENTLY waits for every older snapshot, of a pg_dump for example. A lock_timeout of
+    the session bounds that; a build that failed leaves an invalid index, which is dropped.
+    """
+    try:
+        execute(drop("postgresql", POSTGRESQL_INDEX))
+        execute(read("postgresql", POSTGRESQL_INDEX))
+    except DBAPIError as error:
+        if not is_lock_conflict(error):
+            raise
+        execute(drop("postgresql", POSTGRESQL_INDEX))
+        log.warning("The index busy_blocks_jobs waits for an older transaction: the next run builds it")
+
+
+def schema(connection: Connection) -> str | None:
+    """The schema of dstack's tables on PostgreSQL, where ours belong too; None on SQLite."""
+    if connection.dialect.name != "postgresql":
+        return None
+    statement = "SELECT nspname FROM pg_class INNER JOIN pg_namespace ON relnamespace = pg_namespace.oid"
+    statement += " WHERE pg_class.oid = to_regclass('instances')"
+    name = connection.scalar(text(statement))
+    return None if name is None else str(name)
 
 
 STRAYS = {
@@ -149,7 +182,7 @@ def _states_sqlite(connection: Connection) -> dict[str, str]:
 FUNCTIONS = text("""
     SELECT
         proname, prosrc, proisstrict, prosecdef, proconfig, CAST(provolatile AS text) AS provolatile,
-        quote_ident(nspname) AS schema
+        CAST(proparallel AS text) AS proparallel, quote_ident(nspname) AS schema
     FROM pg_proc
     INNER JOIN pg_namespace ON pg_proc.pronamespace = pg_namespace.oid
     INNER JOIN pg_class ON pg_class.relnamespace = pg_namespace.oid
@@ -200,13 +233,11 @@ def _states_postgresql(connection: Connection) -> dict[str, str]:
 
 def _is_function(row: Row[Any], statement: str) -> bool:
     header, body, _ = statement.split("$$")
-    config = [f"search_path={row.schema}, pg_temp"]
-    if "busy_blocks.writer" in header:
-        config.append("busy_blocks.writer=trigger")
     return bool(
         row.prosrc == body
-        and sorted(row.proconfig or ()) == sorted(config)
+        and row.proconfig == [f"search_path={row.schema}, pg_temp"]
         and row.provolatile == ("i" if "\nIMMUTABLE\n" in header else "v")
+        and row.proparallel == "u"
         and not row.prosecdef
         and not row.proisstrict
     )

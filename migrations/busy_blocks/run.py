@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from alembic import context
@@ -13,7 +14,7 @@ from sqlalchemy import Connection, MetaData, inspect, text
 from sqlalchemy.exc import DBAPIError
 
 from busy_blocks import counters, database, dstack, objects, urls
-from busy_blocks.errors import Refused, explain
+from busy_blocks.errors import Refused, explain, first_line
 
 log = logging.getLogger("dstack.busy_blocks")
 
@@ -75,18 +76,23 @@ def hook(connection: Connection) -> None:
         _or_log(connection, lambda: _take_off(connection, HOOK_WAIT))
     # Also where nothing is pending: dstack's env.py sets up the connection, and it is dstack's to say what
     # becomes of a database that is ahead, whose triggers the replicas of the newer release live on.
-    dstack.upgrade(connection, script)
-    _or_log(connection, lambda: _repair(connection, HOOK_WAIT))
+    try:
+        dstack.upgrade(connection, script)
+    finally:
+        # Also where they failed: servers of the release before may be running on.
+        _or_log(connection, lambda: _repair(connection, HOOK_WAIT))
 
 
 def _or_log(connection: Connection, work: Callable[[], None]) -> None:
+    # As wide as the promise: a server starts, whatever happens here.
     try:
+        connection.rollback()
         work()
     except Exception as error:
-        # As wide as the promise: a server starts, whatever happens here.
-        connection.rollback()
+        with suppress(Exception):
+            connection.rollback()
         log.error(
-            "busy_blocks is NOT kept right by triggers; the server goes on without them. %s",
+            "busy_blocks is NOT kept right by triggers; the server goes on. %s",
             error if isinstance(error, Refused) else repr(error),
         )
 
@@ -109,6 +115,7 @@ def command_line() -> None:
                 _run_revisions(connection, options.wait)
             else:
                 database.check_rights(connection)
+                database.become_owner(connection)
                 with database.migrations_lock(connection, options.wait):
                     if to_head:
                         _upgrade_to_head(connection, script, options.wait)
@@ -175,11 +182,13 @@ def _upgrade_to_head(connection: Connection, script: ScriptDirectory | None, wai
     try:
         dstack.upgrade(connection, script)
     except DBAPIError as error:
-        reason = str(error.orig).strip().splitlines()[0]
+        connection.rollback()
+        # Servers of the release before may be running on.
+        _repair(connection, wait)
+        revision = ", ".join(sorted(dstack.current(connection))) or "none"
         raise Refused(
-            f"dstack's own migrations failed: {reason}. The triggers are off, dstack's schema is at"
-            f" {', '.join(sorted(dstack.current(connection))) or 'none'} and its data is untouched. When"
-            " the cause is mended, run `alembic upgrade head` again."
+            f"dstack's own migrations failed: {first_line(error)}. Its schema is at revision {revision}, the"
+            " triggers are on. When the cause is mended, run `alembic upgrade head` again."
         ) from error
     _put_on(connection, wait)
 
@@ -187,14 +196,18 @@ def _upgrade_to_head(connection: Connection, script: ScriptDirectory | None, wai
 def _repair(connection: Connection, wait: float) -> None:
     dstack.check_schema(connection)
     states = objects.states(connection)
-    if _current(connection) == _heads() and set(states.values()) == {"installed"}:
+    broken = {name: state for name, state in states.items() if state != "installed"}
+    is_at_head = _current(connection) == _heads()
+    if is_at_head and set(broken) == {objects.POSTGRESQL_INDEX}:
+        database.retry(connection, wait, lambda: _build_index(connection))
+        broken = {}
+    if is_at_head and not broken:
         nothing = database.retry(connection, wait, lambda: _correct(connection)) == 0
         log.info("The triggers are installed and every counter is right%s", ": nothing to do" * nothing)
         return
-    if _current(connection) == _heads():
-        for name, state in states.items():
-            if state != "installed":
-                log.warning("%s is %s: installing all objects anew", name, state)
+    if is_at_head:
+        for name, state in broken.items():
+            log.warning("%s is %s: installing all objects anew", name, state)
     _take_off(connection, wait)
     _put_on(connection, wait)
 
@@ -203,9 +216,14 @@ def _correct(connection: Connection) -> int:
     return counters.correct(connection, commit=connection.commit)
 
 
-def _take_off(connection: Connection, wait: float) -> None:
+def _build_index(connection: Connection) -> None:
+    with database.autocommit(connection):
+        objects.build_index(lambda statement: connection.execute(text(statement)))
+
+
+def _take_off(connection: Connection, wait: float, drops_version_table: bool = False) -> None:
     states = objects.states(connection)
-    has_version_table = inspect(connection).has_table(VERSION_TABLE)
+    has_version_table = inspect(connection).has_table(VERSION_TABLE, schema=objects.schema(connection))
     connection.commit()
     dialect = connection.dialect.name
 
@@ -218,7 +236,7 @@ def _take_off(connection: Connection, wait: float) -> None:
             execute(statement)
         objects.remove(dialect, execute)
         if has_version_table:
-            execute(f"DELETE FROM {VERSION_TABLE}")
+            execute(f"{'DROP TABLE' if drops_version_table else 'DELETE FROM'} {VERSION_TABLE}")
         connection.commit()
 
     if has_version_table or set(states.values()) != {"missing"}:
@@ -233,16 +251,19 @@ def _put_on(connection: Connection, wait: float) -> None:
 
 
 def _current(connection: Connection) -> set[str]:
-    migration_context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
+    options = {"version_table": VERSION_TABLE, "version_table_schema": objects.schema(connection)}
+    migration_context = MigrationContext.configure(connection, opts=options)
     return set(migration_context.get_current_heads())
 
 
 def _run_revisions(connection: Connection, wait: float) -> None:
     def work() -> None:
+        schema = objects.schema(connection)
         connection.commit()
         context.configure(
             connection=connection,
             version_table=VERSION_TABLE,
+            version_table_schema=schema,
             transaction_per_migration=True,
             # For `alembic check`, which compares tables: there is none of ours to compare.
             target_metadata=MetaData(),
@@ -256,9 +277,7 @@ def _run_revisions(connection: Connection, wait: float) -> None:
     connection.commit()
     if _command() == "downgrade" and not _current(connection):
         # What a version table that was lost, or is at base by hand, no longer accounts for.
-        _take_off(connection, wait)
-        connection.execute(text(f"DROP TABLE IF EXISTS {VERSION_TABLE}"))
-        connection.commit()
+        _take_off(connection, wait, drops_version_table=True)
 
 
 def _log_revision(

@@ -6,7 +6,6 @@ Revises:
 
 from alembic import context, op
 from busy_blocks import objects
-from sqlalchemy import text
 
 revision = "0001"
 down_revision = None
@@ -31,18 +30,6 @@ def downgrade() -> None:
 def _create_postgresql_index() -> None:
     if context.is_offline_mode():
         op.execute(objects.read("postgresql", "index/busy_blocks_jobs_offline"))
-        return
-    index = objects.POSTGRESQL_INDEX
-    state = objects.states(op.get_bind()).get(index)
-    if state not in ("missing", "invalid"):
-        return
-    before = op.get_bind().scalar(text("SHOW lock_timeout"))
-    with op.get_context().autocommit_block():
-        op.execute("SET lock_timeout = '250ms'")
-        try:
-            # A build that failed leaves an invalid index of the same name.
-            op.execute(objects.drop("postgresql", index))
-            op.execute(objects.read("postgresql", index))
-        finally:
-            # The connection may be the server's.
-            op.execute(f"SET lock_timeout = '{before}'")
+    elif objects.states(op.get_bind()).get(objects.POSTGRESQL_INDEX) in ("missing", "invalid"):
+        with op.get_context().autocommit_block():
+            objects.build_index(op.execute)

@@ -1,18 +1,12 @@
 -- Statement trigger function of jobs: adds what busy_blocks_collect noted to the instances.
 --
--- Guards: the counter of every instance whose jobs the statement changed. Adding to the locked row is
---         exact under READ COMMITTED: an UPDATE that waited for the row reads it again before it adds.
---         A sum computed here would not be: it would come from a snapshot older than the wait.
--- Locks:  each instance, as any UPDATE of it does, until the transaction ends; in the order of the
---         ids, so that two statements that move many jobs cannot wait for each other.
--- Costs:  one UPDATE per instance whose sum changes; nothing else, however many jobs are attached.
---
--- busy_blocks.writer tells busy_blocks_guard that the number is ours. It is set for the length of
--- this call only.
+-- Guards: the counter of every instance whose jobs the statement changed.
+-- Locks:  each of these instances, until the transaction ends; in the order of the ids, so that two
+--         statements that each move many jobs do not wait for each other in a circle.
+-- Costs:  one UPDATE per instance whose sum changes, and nothing where none does.
 CREATE FUNCTION busy_blocks_apply() RETURNS trigger
 LANGUAGE plpgsql
 SET search_path FROM CURRENT
-SET "busy_blocks.writer" TO 'trigger'
 AS $$
 DECLARE
     pending text := coalesce(current_setting('busy_blocks.pending', true), '');
@@ -31,9 +25,7 @@ BEGIN
     FOR entry IN 0..length(pending) / 48 - 1 LOOP
         difference := substr(pending, entry * 48 + 37, 12)::integer;
         CONTINUE WHEN difference = 0;
-        UPDATE instances
-        SET busy_blocks = CASE WHEN status = 'PENDING' THEN 0 ELSE busy_blocks + difference END
-        WHERE id = substr(pending, entry * 48 + 1, 36)::uuid;
+        PERFORM busy_blocks_add(substr(pending, entry * 48 + 1, 36)::uuid, difference);
     END LOOP;
     RETURN NULL;
 END

@@ -4,34 +4,37 @@
 --         transaction-local setting busy_blocks.pending, 48 characters an entry: the instance's id
 --         (36) and the difference, padded (12). busy_blocks_apply, at the end of the same statement,
 --         writes it. A rollback, also to a savepoint, takes the setting back with it.
--- Locks:  nothing; the instances are locked by busy_blocks_apply, all of them in one order.
--- Costs:  one JSON parse for the old row if it was attached, one for the new row if it is. The
---         setting has one entry per instance that the statement touches, however many jobs it moves.
+-- Locks:  nothing; the instances are locked by busy_blocks_apply, in one order. Only from the 257th
+--         instance of a statement on, the instance itself, at once.
+-- Costs:  one JSON parse for the old row if it was attached, one for the new row if it is; and the
+--         search of the setting, which holds 256 entries at most, however many jobs are moved.
 CREATE FUNCTION busy_blocks_collect() RETURNS trigger
 LANGUAGE plpgsql
 SET search_path FROM CURRENT
 AS $$
 DECLARE
     pending text := coalesce(current_setting('busy_blocks.pending', true), '');
-    instance_id uuid;
+    instance uuid;
     difference integer;
     entry integer;
 BEGIN
-    FOREACH instance_id IN ARRAY ARRAY[old.instance_id, nullif(new.instance_id, old.instance_id)] LOOP
-        CONTINUE WHEN instance_id IS NULL;
+    FOREACH instance IN ARRAY ARRAY[old.instance_id, nullif(new.instance_id, old.instance_id)] LOOP
+        CONTINUE WHEN instance IS NULL;
         difference := 0;
-        IF new.instance_id = instance_id THEN
+        IF new.instance_id = instance THEN
             difference := difference + coalesce(busy_blocks_of_job(new.job_runtime_data), 1);
         END IF;
-        IF old.instance_id = instance_id THEN
+        IF old.instance_id = instance THEN
             difference := difference - coalesce(busy_blocks_of_job(old.job_runtime_data), 1);
         END IF;
-        entry := strpos(pending, instance_id::text);
-        IF entry = 0 THEN
-            pending := pending || instance_id::text || lpad(difference::text, 12);
-        ELSE
+        entry := strpos(pending, instance::text);
+        IF entry > 0 THEN
             difference := difference + substr(pending, entry + 36, 12)::integer;
             pending := overlay(pending PLACING lpad(difference::text, 12) FROM entry + 36);
+        ELSIF length(pending) < 256 * 48 THEN
+            pending := pending || instance::text || lpad(difference::text, 12);
+        ELSE
+            PERFORM busy_blocks_add(instance, difference);
         END IF;
     END LOOP;
     PERFORM set_config('busy_blocks.pending', pending, true);

@@ -3,14 +3,15 @@
 -- Guards: the integer at offer.blocks of jobs.job_runtime_data, 1 where dstack writes none (its
 --         _get_job_occupied_blocks). NULL for text that is no JSON, or a value that is no integer from
 --         0 to 999999: the callers count it as 1, and anomalies.sql lists it. A server's statement must
---         never fail over it. The upper bound keeps every sum within the integer column.
+--         never fail over it. The upper bound keeps the sum of two thousand jobs within the column.
+--         PostgreSQL's json cannot read the escape of a NUL or of half a surrogate pair either.
 -- Locks:  nothing.
 -- Costs:  one parse of the JSON text, some microseconds. The exception block opens a subtransaction
---         that writes nothing and so takes no transaction id.
+--         that writes nothing and so takes no transaction id; before PostgreSQL 18 it is also why
+--         the function must not be declared PARALLEL SAFE.
 CREATE FUNCTION busy_blocks_of_job(job_runtime_data text) RETURNS integer
 LANGUAGE plpgsql
 IMMUTABLE
-PARALLEL SAFE
 SET search_path FROM CURRENT
 AS $$
 DECLARE

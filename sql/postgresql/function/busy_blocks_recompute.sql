@@ -4,16 +4,17 @@
 --         a restore, an upgrade without the hook) ends at the next change of the instance's status, or
 --         by hand with UPDATE instances SET status = status.
 -- Locks:  nothing new; the transaction holds the row since the statement that fired this.
--- Costs:  one JSON parse per attached job, once per transaction that names the status of an instance.
+-- Costs:  one JSON parse per attached job, for each statement and instance that named the status.
 --         dstack changes it with none or one job attached, mostly.
 --
 -- Deferred, because in the middle of a statement jobs may already be moved whose difference
--- busy_blocks_apply has yet to add: they would be counted twice.
+-- busy_blocks_apply has yet to add: they would be counted twice. After SET CONSTRAINTS ALL IMMEDIATE
+-- that holds no longer for one WITH statement that writes both tables.
 CREATE FUNCTION busy_blocks_recompute() RETURNS trigger
 LANGUAGE plpgsql
 SET search_path FROM CURRENT
-SET "busy_blocks.writer" TO 'trigger'
 AS $$
+<<own>>
 DECLARE
     blocks integer := (
         SELECT coalesce(sum(coalesce(busy_blocks_of_job(jobs.job_runtime_data), 1)), 0)
@@ -21,9 +22,14 @@ DECLARE
         WHERE jobs.instance_id = new.id
     );
 BEGIN
+    PERFORM set_config('busy_blocks.writer', new.id::text, true);
     UPDATE instances
-    SET busy_blocks = CASE WHEN status = 'PENDING' THEN 0 ELSE blocks END
-    WHERE id = new.id AND busy_blocks <> CASE WHEN status = 'PENDING' THEN 0 ELSE blocks END;
+    SET busy_blocks = own.blocks
+    WHERE
+        instances.id = new.id
+        AND instances.status <> 'PENDING'
+        AND instances.busy_blocks <> own.blocks;
+    PERFORM set_config('busy_blocks.writer', '', true);
     RETURN NULL;
 END
 $$

@@ -1,4 +1,5 @@
--- Guards: an attached job deleted, by hand or by a cascade from its instance, run or project.
+-- Guards: an attached job deleted, by hand or by a cascade from its run or project. REPLACE fires
+--         it only where recursive_triggers is on.
 -- Locks:  nothing new; the statement holds the database.
 -- Costs:  one sum and one write of the instance per deleted job that was attached.
 CREATE TRIGGER busy_blocks_jobs_delete

@@ -1,0 +1,241 @@
+"""PostgreSQL alone: roles, schemas, plans, snapshots, dumps, and columns that dstack may yet add."""
+
+import subprocess
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from conftest import Databases, migrate
+from sqlalchemy import make_url, text
+from sqlalchemy.exc import DBAPIError
+from support import (
+    Database,
+    add_instance,
+    add_job,
+    add_project,
+    counters,
+    job_runtime_data,
+    key,
+    run_sql,
+    schema_of,
+)
+from test_offline import POSTGRESQL_PROGRAMS, postgresql_program
+
+
+@pytest.fixture
+def dialect() -> str:
+    return "postgresql"
+
+
+@pytest.fixture
+def role(empty: Database) -> Iterator[Database]:
+    """An empty database whose owner, an ordinary role, is the one that connects."""
+    url = make_url(empty.url)
+    name = f"role_{uuid.uuid4().hex[:8]}"
+    with empty.begin() as connection:
+        connection.exec_driver_sql(f"CREATE ROLE {name} LOGIN NOSUPERUSER PASSWORD 'secret'")
+        connection.exec_driver_sql(f"ALTER DATABASE {url.database} OWNER TO {name}")
+        connection.exec_driver_sql(f"GRANT {name} TO CURRENT_USER")
+    yield Database(url.set(username=name, password="secret").render_as_string(hide_password=False))
+
+
+def assign_and_terminate(database: Database) -> None:
+    with database.begin() as connection:
+        owner = add_project(connection)
+        instance, job = add_instance(connection, owner), add_job(connection, owner)
+    with database.begin() as connection:
+        run_sql(
+            connection, "UPDATE instances SET status = 'BUSY', busy_blocks = 5 WHERE id = :id", id=instance
+        )
+        run_sql(connection, "UPDATE jobs SET instance_id = :id WHERE id = :job", id=instance, job=job)
+    with database.begin() as connection:
+        assert counters(connection)[instance] == 1
+    database.check_right()
+
+
+def test_an_ordinary_role_installs_works_dumps_and_restores(role: Database, databases: Databases) -> None:
+    migrate(role.url)
+    role.upgrade()
+    assert role.alembic("check").returncode == 0
+    assign_and_terminate(role)
+    dump = postgresql_program(role, "pg_dump", "--no-privileges")
+    restored = databases.make("postgresql", "empty")
+    owner = make_url(role.url).username
+    with restored.begin() as connection:
+        connection.exec_driver_sql(f"ALTER DATABASE {make_url(restored.url).database} OWNER TO {owner}")
+    target = make_url(role.url).set(database=make_url(restored.url).database)
+    copy = Database(target.render_as_string(hide_password=False))
+    postgresql_program(copy, "psql", "-v", "ON_ERROR_STOP=1", "-q", "-f", "-", given=dump)
+    assert copy.alembic("check").returncode == 0, copy.alembic("check").stderr
+    assert "nothing to do" in copy.upgrade()
+    assign_and_terminate(copy)
+
+
+def test_a_superuser_installs_for_the_owner(role: Database, empty: Database) -> None:
+    """What is put on belongs to the tables' owner: the server, which is that role, can take it off."""
+    migrate(role.url)
+    before = schema_of(empty)
+    empty.upgrade()
+    with empty.begin() as connection:
+        owners = connection.execute(
+            text("SELECT DISTINCT pg_get_userbyid(proowner) FROM pg_proc WHERE proname LIKE 'busy_blocks_%'"
+                 " UNION SELECT tableowner FROM pg_tables WHERE tablename = 'busy_blocks_alembic_version'")
+        ).scalars().all()  # fmt: skip
+    assert owners == [make_url(role.url).username]
+    assert role.alembic("downgrade", "base").returncode == 0
+    assert schema_of(empty) == before
+
+
+def test_tables_that_are_not_in_the_first_schema_of_the_path(bare: Database) -> None:
+    with bare.begin() as connection:
+        name = connection.scalar(text("SELECT current_database()"))
+        connection.exec_driver_sql("CREATE SCHEMA zz")
+        connection.exec_driver_sql(f"ALTER DATABASE {name} SET search_path TO zz, public")
+    before = schema_of(bare)
+    bare.upgrade()
+    assert bare.alembic("check").returncode == 0
+    assert bare.alembic("downgrade", "base").returncode == 0
+    assert schema_of(bare) == before
+    with bare.begin() as connection:
+        assert not connection.execute(
+            text("SELECT 1 FROM pg_class WHERE relnamespace = 'zz'::regnamespace")
+        ).all()
+
+
+def test_parallel_plans(bare: Database) -> None:
+    """A sum over many jobs may be planned with parallel workers, which may not open subtransactions."""
+    with bare.begin() as connection:
+        name = connection.scalar(text("SELECT current_database()"))
+        for setting in ("parallel_setup_cost", "parallel_tuple_cost", "min_parallel_table_scan_size"):
+            connection.exec_driver_sql(f"ALTER DATABASE {name} SET {setting} = 0")
+        connection.exec_driver_sql(f"ALTER DATABASE {name} SET debug_parallel_query = on")
+        owner = add_project(connection)
+        instance = add_instance(connection, owner, busy_blocks=5)
+        job = add_job(connection, owner, instance, job_runtime_data=job_runtime_data(2))
+        columns = [c["name"] for c in connection.dialect.get_columns(connection, "jobs")]
+        copied = ", ".join("gen_random_uuid()" if c == "id" else c for c in columns)
+        connection.execute(
+            text(
+                f"INSERT INTO jobs ({', '.join(columns)}) SELECT {copied} FROM jobs, generate_series(1, 4999)"
+            )
+        )
+    assert "was 5, is 10000" in bare.upgrade()
+    assert bare.alembic("check").returncode == 0
+    with bare.begin() as connection:
+        run_sql(connection, "DELETE FROM jobs WHERE id = :job", job=job)
+    bare.check_right()
+
+
+def test_one_statement_on_very_many_instances(protected: Database) -> None:
+    """More than the 256 that are collected: the rest is added at once."""
+    with protected.begin() as connection:
+        owner = add_project(connection)
+        instance, job = add_instance(connection, owner), add_job(connection, owner)
+        for table, count in (("instances", 700), ("jobs", 1400)):
+            columns = [c["name"] for c in connection.dialect.get_columns(connection, table)]
+            copied = ", ".join("gen_random_uuid()" if c == "id" else c for c in columns)
+            connection.execute(
+                text(
+                    f"INSERT INTO {table} ({', '.join(columns)}) SELECT {copied} FROM {table}, generate_series(2, {count})"
+                )
+            )
+        connection.execute(
+            text("UPDATE jobs SET instance_id = i.id FROM (SELECT id, row_number() OVER (ORDER BY id) AS n FROM instances) AS i,"
+                 " (SELECT id, row_number() OVER (ORDER BY id) AS n FROM jobs) AS j"
+                 " WHERE jobs.id = j.id AND j.n % 700 + 1 = i.n")
+        )  # fmt: skip
+    with protected.begin() as connection:
+        assert set(counters(connection).values()) == {2}
+        connection.execute(text("UPDATE jobs SET instance_id = NULL"))
+    protected.check_right()
+    assert instance != job
+
+
+def test_columns_that_dstack_may_yet_add(protected: Database) -> None:
+    """No name in the functions may become ambiguous."""
+    with protected.begin() as connection:
+        for table in ("instances", "jobs"):
+            for column in ("blocks", "pending", "entry", "difference", "instance", "own", "writer"):
+                connection.exec_driver_sql(f"ALTER TABLE {table} ADD COLUMN {column} integer")
+    assign_and_terminate(protected)
+    with protected.begin() as connection:
+        connection.execute(text("UPDATE jobs SET instance_id = NULL"))
+        connection.execute(text("UPDATE instances SET status = 'IDLE'"))
+        connection.execute(text("TRUNCATE jobs CASCADE"))
+    protected.check_right()
+
+
+def test_truncate_by_a_transaction_with_an_older_snapshot(protected: Database) -> None:
+    with protected.begin() as connection:
+        owner = add_project(connection)
+        instance, job = add_instance(connection, owner), add_job(connection, owner)
+    with protected.engine.connect() as older:
+        older = older.execution_options(isolation_level="REPEATABLE READ")
+        older.execute(text("SELECT 1 FROM runs"))
+        with protected.begin() as connection:
+            run_sql(connection, "UPDATE jobs SET instance_id = :id WHERE id = :job", id=instance, job=job)
+        with pytest.raises(DBAPIError, match="could not serialize"):
+            older.execute(text("TRUNCATE jobs CASCADE"))
+    protected.check_right()
+
+
+def test_an_id_used_again_behind_an_older_snapshot(protected: Database) -> None:
+    with protected.begin() as connection:
+        owner = add_project(connection)
+        instance = add_instance(connection, owner)
+        add_job(connection, owner, instance)
+    with protected.engine.connect() as older:
+        older = older.execution_options(isolation_level="REPEATABLE READ")
+        older.execute(text("SELECT 1 FROM runs"))
+        with protected.begin() as connection:
+            run_sql(connection, "DELETE FROM instances WHERE id = :id", id=instance)
+        add_instance(older, owner, id=instance)
+        older.commit()
+    protected.check_right()
+
+
+def test_sums_are_not_taken_from_a_snapshot_older_than_the_wait(protected: Database) -> None:
+    """Two jobs that end at the same time: the naive trigger leaves 1 (design, section 3)."""
+    with protected.begin() as connection:
+        owner = add_project(connection)
+        instance = add_instance(connection, owner, status="BUSY")
+        jobs = [add_job(connection, owner, instance) for _ in range(2)]
+    detach = "UPDATE jobs SET instance_id = NULL WHERE id = :job"
+    with protected.engine.connect() as one:
+        run_sql(one, detach, job=jobs[0])
+        url = make_url(protected.url).set(drivername="postgresql").render_as_string(hide_password=False)
+        statement = detach.replace(":job", f"'{key(one, jobs[1])}'")
+        other = subprocess.Popen(
+            [str(POSTGRESQL_PROGRAMS / "psql"), url, "-c", statement], stdout=subprocess.PIPE
+        )
+        with protected.engine.connect() as watching:
+            watching = watching.execution_options(isolation_level="AUTOCOMMIT")
+            waiting = text(
+                "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+            )
+            while watching.scalar(waiting) != 1:
+                assert other.poll() is None
+        one.commit()
+    assert other.wait() == 0
+    with protected.begin() as connection:
+        assert counters(connection)[instance] == 0
+    protected.check_right()
+
+
+def test_a_trigger_of_somebody_elses_cannot_use_our_right_to_write(protected: Database) -> None:
+    with protected.begin() as connection:
+        owner = add_project(connection)
+        one, two = add_instance(connection, owner, name="one"), add_instance(connection, owner, name="two")
+        job = add_job(connection, owner)
+        connection.exec_driver_sql(
+            "CREATE FUNCTION meddle() RETURNS trigger LANGUAGE plpgsql AS"
+            " $$BEGIN UPDATE instances SET busy_blocks = 7 WHERE name = 'two'; RETURN NULL; END$$"
+        )
+        connection.exec_driver_sql(
+            "CREATE TRIGGER meddle AFTER UPDATE ON instances FOR EACH ROW WHEN (pg_trigger_depth() < 4)"
+            " EXECUTE FUNCTION meddle()"
+        )
+    with protected.begin() as connection:
+        run_sql(connection, "UPDATE jobs SET instance_id = :id WHERE id = :job", id=one, job=job)
+    protected.check_right()
+    assert one != two
