@@ -2,7 +2,6 @@
 
 import subprocess
 import uuid
-from collections.abc import Iterator
 
 import pytest
 from conftest import Databases, migrate
@@ -28,7 +27,7 @@ def dialect() -> str:
 
 
 @pytest.fixture
-def role(empty: Database) -> Iterator[Database]:
+def role(empty: Database) -> Database:
     """An empty database whose owner, an ordinary role, is the one that connects."""
     url = make_url(empty.url)
     name = f"role_{uuid.uuid4().hex[:8]}"
@@ -36,7 +35,7 @@ def role(empty: Database) -> Iterator[Database]:
         connection.exec_driver_sql(f"CREATE ROLE {name} LOGIN NOSUPERUSER PASSWORD 'secret'")
         connection.exec_driver_sql(f"ALTER DATABASE {url.database} OWNER TO {name}")
         connection.exec_driver_sql(f"GRANT {name} TO CURRENT_USER")
-    yield Database(url.set(username=name, password="secret").render_as_string(hide_password=False))
+    return Database(url.set(username=name, password="secret").render_as_string(hide_password=False))
 
 
 def assign_and_terminate(database: Database) -> None:

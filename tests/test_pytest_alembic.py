@@ -11,7 +11,6 @@ from pytest_alembic.tests import (  # noqa: F401
     test_upgrade,
 )
 from sqlalchemy import Connection
-
 from support import ROOT, Database
 
 

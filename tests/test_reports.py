@@ -1,9 +1,6 @@
 """drift.sql, anomalies.sql and `alembic check`: what they find, and that they write nothing."""
 
-import pytest
 from sqlalchemy import make_url, text
-from test_command_line import disturb
-
 from support import (
     ROOT,
     Database,
@@ -15,6 +12,7 @@ from support import (
     job_runtime_data,
     schema_of,
 )
+from test_command_line import disturb
 
 
 def report(database: Database, name: str) -> list[tuple[object, ...]]:

@@ -350,3 +350,17 @@ def test_a_statement_that_failed_before_fails_as_before(connection: Connection) 
         run_sql(connection, "UPDATE jobs SET instance_id = :job WHERE id = :job", job=job)
     connection.rollback()
     check(connection, **{instance: 1})
+
+
+def test_a_wrong_placeholder_heals_too(connection: Connection) -> None:
+    owner = add_project(connection)
+    instance = add_instance(connection, owner, status="PENDING")
+    add_job(connection, owner, instance)
+    connection.commit()
+    break_counter(connection, 6)
+    run_sql(connection, "UPDATE instances SET status = status")
+    check(connection, **{instance: 0})
+    run_sql(connection, "UPDATE instances SET status = 'PROVISIONING'")
+    run_sql(connection, "UPDATE instances SET status = 'PENDING'")
+    run_sql(connection, "UPDATE instances SET status = 'PROVISIONING'")
+    check(connection, **{instance: 1})

@@ -95,19 +95,20 @@ def remove(dialect: str, execute: Callable[[str], object]) -> None:
         execute(drop(dialect, POSTGRESQL_INDEX))
 
 
-def build_index(execute: Callable[[str], object]) -> None:
-    """Build PostgreSQL's index, outside a transaction; without it all is right, and slower.
+def build_index(connection: Connection) -> None:
+    """Build PostgreSQL's index where there is none, in autocommit; without it all is right, and slower.
 
     CREATE INDEX CONCURRENTLY waits for every older snapshot, of a pg_dump for example. A lock_timeout of
     the session bounds that; a build that failed leaves an invalid index, which is dropped.
     """
     try:
-        execute(drop("postgresql", POSTGRESQL_INDEX))
-        execute(read("postgresql", POSTGRESQL_INDEX))
+        connection.execute(text(drop("postgresql", POSTGRESQL_INDEX)))
+        if states(connection).get(POSTGRESQL_INDEX) == "missing":
+            connection.execute(text(read("postgresql", POSTGRESQL_INDEX)))
     except DBAPIError as error:
         if not is_lock_conflict(error):
             raise
-        execute(drop("postgresql", POSTGRESQL_INDEX))
+        connection.execute(text(drop("postgresql", POSTGRESQL_INDEX)))
         log.warning("The index busy_blocks_jobs waits for an older transaction: the next run builds it")
 
 

@@ -198,7 +198,7 @@ def _repair(connection: Connection, wait: float) -> None:
     states = objects.states(connection)
     broken = {name: state for name, state in states.items() if state != "installed"}
     is_at_head = _current(connection) == _heads()
-    if is_at_head and set(broken) == {objects.POSTGRESQL_INDEX}:
+    if is_at_head and connection.dialect.name == "postgresql" and set(broken) == {objects.POSTGRESQL_INDEX}:
         database.retry(connection, wait, lambda: _build_index(connection))
         broken = {}
     if is_at_head and not broken:
@@ -218,7 +218,7 @@ def _correct(connection: Connection) -> int:
 
 def _build_index(connection: Connection) -> None:
     with database.autocommit(connection):
-        objects.build_index(lambda statement: connection.execute(text(statement)))
+        objects.build_index(connection)
 
 
 def _take_off(connection: Connection, wait: float, drops_version_table: bool = False) -> None:

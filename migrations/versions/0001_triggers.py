@@ -32,4 +32,4 @@ def _create_postgresql_index() -> None:
         op.execute(objects.read("postgresql", "index/busy_blocks_jobs_offline"))
     elif objects.states(op.get_bind()).get(objects.POSTGRESQL_INDEX) in ("missing", "invalid"):
         with op.get_context().autocommit_block():
-            objects.build_index(op.execute)
+            objects.build_index(op.get_bind())

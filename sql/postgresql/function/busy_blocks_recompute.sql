@@ -16,18 +16,21 @@ SET search_path FROM CURRENT
 AS $$
 <<own>>
 DECLARE
-    blocks integer := (
-        SELECT coalesce(sum(coalesce(busy_blocks_of_job(jobs.job_runtime_data), 1)), 0)
-        FROM jobs
-        WHERE jobs.instance_id = new.id
-    );
+    blocks integer := 0;
 BEGIN
+    IF new.status <> 'PENDING' THEN
+        blocks := (
+            SELECT coalesce(sum(coalesce(busy_blocks_of_job(jobs.job_runtime_data), 1)), 0)
+            FROM jobs
+            WHERE jobs.instance_id = new.id
+        );
+    END IF;
     PERFORM set_config('busy_blocks.writer', new.id::text, true);
     UPDATE instances
     SET busy_blocks = own.blocks
     WHERE
         instances.id = new.id
-        AND instances.status <> 'PENDING'
+        AND instances.status = new.status
         AND instances.busy_blocks <> own.blocks;
     PERFORM set_config('busy_blocks.writer', '', true);
     RETURN NULL;
