@@ -262,6 +262,7 @@ def test_leaves_dstacks_schema_alone_when_told(empty: Database) -> None:
 def test_unknown_x_argument(bare: Database, argument: str) -> None:
     before = schema_of(bare)
     fails(bare.alembic("-x", argument, "upgrade", "head"), "-x", "Nothing was changed")
+    fails(bare.alembic("-x", argument, "upgrade", "head", "--sql"), "-x", "Nothing was changed")
     assert schema_of(bare) == before
 
 

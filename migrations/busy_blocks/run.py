@@ -2,8 +2,8 @@
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from alembic import context
@@ -37,7 +37,9 @@ def offline() -> None:
     From or to base, the script starts with taking everything of ours off, so it can be run twice, and on
     a database where only a part of ours is there.
     """
-    dialect = urls.server_url().get_backend_name()
+    with _one_sentence():
+        _options()
+        dialect = urls.server_url().get_backend_name()
     context.configure(
         dialect_name=dialect,
         version_table=VERSION_TABLE,
@@ -99,11 +101,9 @@ def _or_log(connection: Connection, work: Callable[[], None]) -> None:
 
 def command_line() -> None:
     """Run by `alembic` on the command line. An error is one sentence, and exit status 1."""
-    where = "in DSTACK_DATABASE_URL"
-    try:
+    with _one_sentence():
         options = _options()
         url = urls.server_url()
-        where = database.describe(url)
         command = _command()
         to_head = command == "upgrade" and _is_to_head()
         script = dstack.scripts() if to_head and options.dstack else None
@@ -121,10 +121,16 @@ def command_line() -> None:
                         _upgrade_to_head(connection, script, options.wait)
                     else:
                         _run_revisions(connection, options.wait)
+
+
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    try:
+        yield
     except Refused as refused:
         sys.exit(f"FAILED: {refused}")
     except DBAPIError as error:
-        sys.exit(f"FAILED: {explain(error, where)}")
+        sys.exit(f"FAILED: {explain(error, database.describe(urls.server_url()))}")
 
 
 def _options() -> Options:
@@ -181,14 +187,16 @@ def _upgrade_to_head(connection: Connection, script: ScriptDirectory | None, wai
     _take_off(connection, wait)
     try:
         dstack.upgrade(connection, script)
-    except DBAPIError as error:
+    except Exception as error:
+        # A migration can raise anything. The triggers go on again: servers of the release before may be
+        # running on.
         connection.rollback()
-        # Servers of the release before may be running on.
         _repair(connection, wait)
+        reason = first_line(error) if isinstance(error, DBAPIError) else repr(error)
         revision = ", ".join(sorted(dstack.current(connection))) or "none"
         raise Refused(
-            f"dstack's own migrations failed: {first_line(error)}. Its schema is at revision {revision}, the"
-            " triggers are on. When the cause is mended, run `alembic upgrade head` again."
+            f"dstack's own migrations failed: {reason}. Its schema is at revision {revision}, the triggers"
+            " are on. When the cause is mended, run `alembic upgrade head` again."
         ) from error
     _put_on(connection, wait)
 
@@ -290,11 +298,15 @@ def _log_revision(
 
 def _check(connection: Connection) -> None:
     dstack.check_schema(connection)
-    problems = [f"{name} is {state}" for name, state in objects.states(connection).items()]
-    problems = [problem for problem in problems if not problem.endswith(" is installed")]
+    states = objects.states(connection)
+    problems = [f"{name} is {state}" for name, state in states.items() if state != "installed"]
     if _current(connection) != _heads():
         problems.append(f"revision is {', '.join(_current(connection)) or 'base'}, not {', '.join(_heads())}")
-    if not any("function/busy_blocks_of_job" in p or "view/" in p for p in problems):
+    # What drift.sql needs.
+    if not any(
+        "missing" in states.get(name, "")
+        for name in ("function/busy_blocks_of_job", "view/busy_blocks_derived")
+    ):
         problems += [
             f"instance {row.name} ({row.id}): busy_blocks is {row.is_now}, should be {row.should_be}"
             for row in counters.drift(connection)
