@@ -390,7 +390,8 @@ def all_but_the_version_tables(database: Database) -> str:
     with database.begin() as connection:
         names = connection.execute(
             text(
-                "SELECT tablename FROM pg_tables WHERE schemaname = 'public' AND tablename NOT LIKE '%alembic%'"
+                "SELECT tablename FROM pg_tables"
+                " WHERE schemaname = 'public' AND tablename NOT LIKE '%alembic%'"
             )
         ).scalars()
         return f"TABLE {', '.join(names)}"
