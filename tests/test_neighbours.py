@@ -39,7 +39,7 @@ sys.path.append(str(ROOT / "migrations"))
 
 from busy_blocks.database import migrations_lock
 
-DEADLINE = 30.0  # seconds, for what another process does
+DEADLINE = 60.0  # seconds, for what another process does
 PGBOUNCER = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin")
 SQLITE_SHELL = shutil.which("sqlite3")
 
