@@ -637,7 +637,7 @@ def nothing_leaks(clients: list[Connection], database: Database, backend: str) -
 def add_failures(database: Database) -> None:
     """Triggers of somebody else's that fail in the middle of ours, while each of the settings is set.
 
-    That of jobs fires after busy_blocks_jobs_update, by its name, and before the statement's end; that of
+    That of jobs fires after busy_blocks_jobs_update, by its name, and before the commit; that of
     instances inside of the UPDATE that busy_blocks_add makes.
     """
     with database.begin() as connection:
@@ -658,7 +658,13 @@ def fail_in(connection: Connection, table: str, job: str, instance: str) -> None
     setting = {"jobs": "pending", "instances": "writer"}[table]
     connection.execute(text("SELECT set_config('test.fail', :table, true)"), {"table": table})
     with pytest.raises(DBAPIError, match=f"failed with {setting} set"):
-        attach(connection, job, instance)
+        attach_and_add(connection, job, instance)
+
+
+def attach_and_add(connection: Connection, job: str, instance: str) -> None:
+    """What the commit would add to the instance is added now, in the middle of the transaction."""
+    attach(connection, job, instance)
+    connection.execute(text("SET CONSTRAINTS ALL IMMEDIATE"))
 
 
 @only_postgresql

@@ -160,6 +160,7 @@ def test_columns_that_dstack_may_yet_add(protected: Database) -> None:
     with protected.begin() as connection:
         connection.execute(text("UPDATE jobs SET instance_id = NULL"))
         connection.execute(text("UPDATE instances SET status = 'IDLE'"))
+    with protected.begin() as connection:
         connection.execute(text("TRUNCATE jobs CASCADE"))
     protected.check_right()
 
@@ -202,6 +203,8 @@ def test_sums_are_not_taken_from_a_snapshot_older_than_the_wait(protected: Datab
     detach = "UPDATE jobs SET instance_id = NULL WHERE id = :job"
     with protected.engine.connect() as one:
         run_sql(one, detach, job=jobs[0])
+        # As its commit does, and then holds the row for as long as the commit takes.
+        one.execute(text("SET CONSTRAINTS ALL IMMEDIATE"))
         url = make_url(protected.url).set(drivername="postgresql").render_as_string(hide_password=False)
         statement = detach.replace(":job", f"'{key(one, jobs[1])}'")
         other = subprocess.Popen(
@@ -238,3 +241,72 @@ def test_a_trigger_of_somebody_elses_cannot_use_our_right_to_write(protected: Da
         run_sql(connection, "UPDATE jobs SET instance_id = :id WHERE id = :job", id=one, job=job)
     protected.check_right()
     assert one != two
+
+
+WITH_STATEMENTS = (
+    "WITH x AS (UPDATE jobs SET last_processed_at = submitted_at WHERE false) {attach}",
+    "WITH x AS ({attach} RETURNING 1) UPDATE jobs SET last_processed_at = submitted_at FROM x",
+    "WITH x AS (UPDATE instances SET status = 'BUSY' RETURNING 1) {attach}",
+    "WITH x AS ({attach} RETURNING 1) UPDATE instances SET status = 'BUSY' FROM x",
+)
+
+
+@pytest.mark.parametrize("statement", WITH_STATEMENTS)
+@pytest.mark.parametrize(
+    "after",
+    ["", "UPDATE jobs SET instance_id = NULL WHERE job_num = 9", "UPDATE instances SET status = 'IDLE'"],
+)
+def test_two_updates_in_one_statement(protected: Database, statement: str, after: str) -> None:
+    """A statement trigger that the first UPDATE queued is dropped when the second names other columns."""
+    with protected.begin() as connection:
+        owner = add_project(connection)
+        instance = add_instance(connection, owner, status="PROVISIONING")
+        add_job(connection, owner, instance, job_num=9, job_runtime_data=job_runtime_data(2))
+        job = add_job(connection, owner, job_runtime_data=job_runtime_data(3))
+    attach = "UPDATE jobs SET instance_id = :instance WHERE id = :job"
+    with protected.begin() as connection:
+        run_sql(connection, statement.format(attach=attach), instance=instance, job=job)
+        if after:
+            connection.execute(text(after))
+    protected.check_right()
+    with protected.begin() as connection:
+        assert counters(connection)[instance] == (3 if "job_num" in after else 5)
+
+
+def test_transactions_that_move_jobs_in_opposite_order_do_not_deadlock(protected: Database) -> None:
+    """Without triggers these two lock no row in common; with them, instances only at commit, in one order."""
+    with protected.begin() as connection:
+        owner = add_project(connection)
+        a, b = sorted(add_instance(connection, owner, status="BUSY") for _ in range(2))
+        jobs = [add_job(connection, owner, instance) for instance in (a, b, b, a)]
+    detach = "UPDATE jobs SET instance_id = NULL WHERE id = :job"
+    with protected.engine.connect() as one, protected.engine.connect() as two:
+        run_sql(one, detach, job=jobs[0])
+        run_sql(two, detach, job=jobs[2])
+        run_sql(one, detach, job=jobs[1])
+        run_sql(two, detach, job=jobs[3])
+        one.commit()
+        two.commit()
+    protected.check_right()
+
+
+def test_a_trigger_of_somebody_elses_that_moves_jobs(protected: Database) -> None:
+    with protected.begin() as connection:
+        owner = add_project(connection)
+        one, two = add_instance(connection, owner, name="one"), add_instance(connection, owner, name="two")
+        job, other = add_job(connection, owner), add_job(connection, owner, job_num=7)
+        connection.exec_driver_sql(
+            "CREATE FUNCTION meddle() RETURNS trigger LANGUAGE plpgsql AS"
+            " $$BEGIN IF new.name = 'one' THEN UPDATE jobs SET instance_id = i.id FROM instances AS i"
+            " WHERE i.name = 'two' AND job_num = 7 AND jobs.instance_id IS NULL; END IF; RETURN new; END$$"
+        )
+        for name, moment in (("a_meddle", "BEFORE"), ("z_meddle", "AFTER")):
+            connection.exec_driver_sql(
+                f"CREATE TRIGGER {name} {moment} UPDATE ON instances FOR EACH ROW EXECUTE FUNCTION meddle()"
+            )
+    with protected.begin() as connection:
+        run_sql(connection, "UPDATE jobs SET instance_id = :id WHERE id = :job", id=one, job=job)
+    protected.check_right()
+    with protected.begin() as connection:
+        assert counters(connection) == {one: 1, two: 1}
+    assert other != job

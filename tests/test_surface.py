@@ -252,6 +252,7 @@ def test_copy_truncate_and_merge(connection: Connection, dialect: str) -> None:
         copy.write(rows.replace(job, key(connection, two).hex))
         copy.write(rows.replace(job, key(connection, one).hex))
     cursor.close()
+    connection.connection.commit()
     check(connection, **{one: 6, two: 0})
     run_sql(connection, "MERGE INTO jobs USING instances ON jobs.id = instances.id"
             " WHEN MATCHED AND instances.id = :two THEN UPDATE SET instance_id = instances.id"

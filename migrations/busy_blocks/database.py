@@ -1,5 +1,6 @@
 """Connecting from the command line, and what has to hold before anything is changed."""
 
+import logging
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from sqlalchemy.pool import NullPool
 from busy_blocks import urls
 from busy_blocks.dstack import MIGRATIONS_LOCK
 from busy_blocks.errors import Refused, is_lock_conflict
+
+log = logging.getLogger("dstack.busy_blocks")
 
 RETRY_INTERVAL = 0.5  # seconds
 T = TypeVar("T")
@@ -107,18 +110,28 @@ def check_rights(connection: Connection) -> None:
         )
 
 
-def become_owner(connection: Connection) -> None:
+@contextmanager
+def as_owner(connection: Connection) -> Iterator[None]:
     """Work as the owner of dstack's tables, where a superuser or a member of that role connected.
 
     The server has to be able to take off, before an upgrade, what is put on here.
     """
-    if connection.dialect.name == "postgresql":
-        connection.execute(
-            text("""
-                SELECT set_config('role', pg_get_userbyid(relowner), false) FROM pg_class
-                WHERE oid = to_regclass('instances')
-            """)
-        )
+    if connection.dialect.name != "postgresql":
+        yield
+        return
+    connection.execute(
+        text("""
+            SELECT set_config('role', pg_get_userbyid(relowner), false) FROM pg_class
+            WHERE oid = to_regclass('instances')
+        """)
+    )
+    connection.commit()
+    try:
+        yield
+    finally:
+        # A pooler may hand the session to the next client.
+        connection.rollback()
+        connection.execute(text("RESET ROLE"))
         connection.commit()
 
 
@@ -177,7 +190,11 @@ def migrations_lock(connection: Connection, wait: float) -> Iterator[None]:
         yield
     finally:
         connection.rollback()
-        connection.execute(text("SELECT pg_advisory_unlock(:id)"), {"id": MIGRATIONS_LOCK})
+        if not connection.scalar(text("SELECT pg_advisory_unlock(:id)"), {"id": MIGRATIONS_LOCK}):
+            log.warning(
+                "The migrations lock is held by another session of a pooler, and dstack servers will wait"
+                " for it to end: connect to the database itself, not through a pooler"
+            )
         connection.commit()
 
 

@@ -115,8 +115,7 @@ def command_line() -> None:
                 _run_revisions(connection, options.wait)
             else:
                 database.check_rights(connection)
-                database.become_owner(connection)
-                with database.migrations_lock(connection, options.wait):
+                with database.as_owner(connection), database.migrations_lock(connection, options.wait):
                     if to_head:
                         _upgrade_to_head(connection, script, options.wait)
                     else:

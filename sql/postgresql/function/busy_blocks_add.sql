@@ -12,6 +12,8 @@ CREATE FUNCTION busy_blocks_add(instance uuid, difference integer) RETURNS void
 LANGUAGE plpgsql
 SET search_path FROM CURRENT
 AS $$
+DECLARE
+    writer_before text := coalesce(current_setting('busy_blocks.writer', true), '');
 BEGIN
     PERFORM set_config('busy_blocks.writer', busy_blocks_add.instance::text, true);
     UPDATE instances
@@ -20,6 +22,6 @@ BEGIN
         ELSE instances.busy_blocks + busy_blocks_add.difference
     END
     WHERE instances.id = busy_blocks_add.instance;
-    PERFORM set_config('busy_blocks.writer', '', true);
+    PERFORM set_config('busy_blocks.writer', writer_before, true);
 END
 $$

@@ -1,9 +1,13 @@
--- Statement trigger function of jobs: adds what busy_blocks_collect noted to the instances.
+-- Deferred trigger function of jobs: adds what busy_blocks_collect noted to the instances, at commit.
 --
--- Guards: the counter of every instance whose jobs the statement changed.
--- Locks:  each of these instances, until the transaction ends; in the order of the ids, so that two
---         statements that each move many jobs do not wait for each other in a circle.
+-- Guards: the counter of every instance whose jobs the transaction changed. The first call adds it all,
+--         those for the transaction's other rows find nothing left.
+-- Locks:  each of these instances until the commit is done, a moment later; in the order of the ids, so
+--         that two transactions that each move many jobs do not wait for each other in a circle.
 -- Costs:  one UPDATE per instance whose sum changes, and nothing where none does.
+--
+-- At commit and for each row, because a statement trigger is not sure to fire: PostgreSQL drops the one
+-- that an UPDATE of jobs queued when a second UPDATE in the same WITH names other columns.
 CREATE FUNCTION busy_blocks_apply() RETURNS trigger
 LANGUAGE plpgsql
 SET search_path FROM CURRENT

@@ -1,11 +1,11 @@
 -- Row trigger function of jobs: notes what one changed row changes on which instance.
 --
--- Guards: the difference in blocks per instance, collected over all rows of the statement in the
---         transaction-local setting busy_blocks.pending, 48 characters an entry: the instance's id
---         (36) and the difference, padded (12). busy_blocks_apply, at the end of the same statement,
---         writes it. A rollback, also to a savepoint, takes the setting back with it.
+-- Guards: the difference in blocks per instance, collected over the transaction in its local setting
+--         busy_blocks.pending, 48 characters an entry: the instance's id (36) and the difference, padded
+--         (12). busy_blocks_apply writes it at commit. A rollback, also to a savepoint, takes the setting
+--         back with it.
 -- Locks:  nothing; the instances are locked by busy_blocks_apply, in one order. Only from the 257th
---         instance of a statement on, the instance itself, at once.
+--         instance of a transaction on, the instance itself, at once.
 -- Costs:  one JSON parse for the old row if it was attached, one for the new row if it is; and the
 --         search of the setting, which holds 256 entries at most, however many jobs are moved.
 CREATE FUNCTION busy_blocks_collect() RETURNS trigger
@@ -13,7 +13,7 @@ LANGUAGE plpgsql
 SET search_path FROM CURRENT
 AS $$
 DECLARE
-    pending text := coalesce(current_setting('busy_blocks.pending', true), '');
+    pending text;
     instance uuid;
     difference integer;
     entry integer;
@@ -27,6 +27,7 @@ BEGIN
         IF old.instance_id = instance THEN
             difference := difference - coalesce(busy_blocks_of_job(old.job_runtime_data), 1);
         END IF;
+        pending := coalesce(current_setting('busy_blocks.pending', true), '');
         entry := strpos(pending, instance::text);
         IF entry > 0 THEN
             difference := difference + substr(pending, entry + 36, 12)::integer;
@@ -35,9 +36,10 @@ BEGIN
             pending := pending || instance::text || lpad(difference::text, 12);
         ELSE
             PERFORM busy_blocks_add(instance, difference);
+            CONTINUE;
         END IF;
+        PERFORM set_config('busy_blocks.pending', pending, true);
     END LOOP;
-    PERFORM set_config('busy_blocks.pending', pending, true);
     RETURN NULL;
 END
 $$

@@ -7,17 +7,24 @@
 -- Costs:  one JSON parse per attached job, for each statement and instance that named the status.
 --         dstack changes it with none or one job attached, mostly.
 --
--- Deferred, because in the middle of a statement jobs may already be moved whose difference
--- busy_blocks_apply has yet to add: they would be counted twice. After SET CONSTRAINTS ALL IMMEDIATE
--- that holds no longer for one WITH statement that writes both tables.
+-- The sum has what the transaction did to jobs already, so what is pending for this instance must not be
+-- added once more. At commit all of it is collected; after SET CONSTRAINTS ALL IMMEDIATE, in the middle of
+-- a statement that also moves jobs of the instance, it need not be.
 CREATE FUNCTION busy_blocks_recompute() RETURNS trigger
 LANGUAGE plpgsql
 SET search_path FROM CURRENT
 AS $$
 <<own>>
 DECLARE
+    pending text := coalesce(current_setting('busy_blocks.pending', true), '');
+    entry integer := strpos(pending, new.id::text);
+    writer_before text := coalesce(current_setting('busy_blocks.writer', true), '');
     blocks integer := 0;
 BEGIN
+    IF entry > 0 THEN
+        pending := overlay(pending PLACING lpad('0', 12) FROM entry + 36);
+        PERFORM set_config('busy_blocks.pending', pending, true);
+    END IF;
     IF new.status <> 'PENDING' THEN
         blocks := (
             SELECT coalesce(sum(coalesce(busy_blocks_of_job(jobs.job_runtime_data), 1)), 0)
@@ -32,7 +39,7 @@ BEGIN
         instances.id = new.id
         AND instances.status = new.status
         AND instances.busy_blocks <> own.blocks;
-    PERFORM set_config('busy_blocks.writer', '', true);
+    PERFORM set_config('busy_blocks.writer', writer_before, true);
     RETURN NULL;
 END
 $$

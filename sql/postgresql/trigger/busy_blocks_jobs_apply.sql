@@ -1,7 +1,9 @@
--- Guards: at the end of each statement that can change attachments, writes what its rows collected.
+-- Guards: at commit, writes what the changed rows of jobs collected.
 -- Locks:  the instances concerned, in the order of their ids; see function/busy_blocks_apply.sql.
--- Costs:  one call per such statement. Heartbeats and lock updates are none.
-CREATE TRIGGER busy_blocks_jobs_apply
+-- Costs:  one call at commit for each row of a statement that can change attachments. Heartbeats and
+--         lock updates are none.
+CREATE CONSTRAINT TRIGGER busy_blocks_jobs_apply
 AFTER INSERT OR DELETE OR UPDATE OF instance_id, job_runtime_data ON jobs
-FOR EACH STATEMENT
+DEFERRABLE INITIALLY DEFERRED
+FOR EACH ROW
 EXECUTE FUNCTION busy_blocks_apply()
