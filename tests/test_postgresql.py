@@ -310,3 +310,26 @@ def test_a_trigger_of_somebody_elses_that_moves_jobs(protected: Database) -> Non
     with protected.begin() as connection:
         assert counters(connection) == {one: 1, two: 1}
     assert other != job
+
+
+@pytest.mark.parametrize("attached_again", [False, True])
+def test_an_id_used_again_in_one_transaction(protected: Database, attached_again: bool) -> None:
+    """What is pending for the instance that was deleted is not added to the one that has its id now."""
+    with protected.begin() as connection:
+        owner = add_project(connection)
+        instance = add_instance(connection, owner)
+        add_job(connection, owner, instance, job_runtime_data=job_runtime_data(3))
+    with protected.begin() as connection:
+        run_sql(connection, "DELETE FROM instances WHERE id = :id", id=instance)
+        add_instance(connection, owner, id=instance)
+        if attached_again:
+            add_job(connection, owner, instance, job_runtime_data=job_runtime_data(2))
+    protected.check_right()
+    with protected.begin() as connection:
+        add_job(connection, owner, instance)
+        columns = ", ".join(c["name"] for c in connection.dialect.get_columns(connection, "instances"))
+        upsert = f"INSERT INTO instances ({columns}) SELECT {columns} FROM instances ON CONFLICT DO NOTHING"
+        connection.execute(text(upsert))
+    protected.check_right()
+    with protected.begin() as connection:
+        assert counters(connection)[instance] == (3 if attached_again else 1)
