@@ -21,6 +21,7 @@ from support import (
     run_sql,
     schema_of,
 )
+from test_surface import break_counter
 
 
 def add_drift(database: Database) -> tuple[str, str]:
@@ -109,16 +110,7 @@ def test_drift_is_corrected_at_a_run_that_finds_everything_installed(protected: 
 
 def disturb(database: Database, number: int) -> None:
     with database.engine.connect() as connection:
-        if database.dialect == "postgresql":
-            connection.execute(text("SET session_replication_role = replica"))
-            connection.execute(text("UPDATE instances SET busy_blocks = :n"), {"n": number})
-        else:
-            name = "busy_blocks_instances_update"
-            trigger = connection.scalar(text("SELECT sql FROM sqlite_master WHERE name = :n"), {"n": name})
-            connection.exec_driver_sql(f"DROP TRIGGER {name}")
-            connection.execute(text("UPDATE instances SET busy_blocks = :n"), {"n": number})
-            connection.exec_driver_sql(trigger)
-        connection.commit()
+        break_counter(connection, number)
 
 
 HARM = {
