@@ -1,4 +1,4 @@
--- First statement of every transaction that installs or removes: both tables at once, or neither.
+-- Taken at the start of every transaction that installs or removes: both tables at once, or neither.
 --
 -- Guards: against a deadlock with a server that holds one table's rows and waits for the other's; the
 --         transaction's lock_timeout is below deadlock_timeout, so it is this side that gives up.
