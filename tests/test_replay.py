@@ -577,6 +577,7 @@ def test_with_triggers(protected: Database) -> None:
             instance = story.instance if step[0] == "+" else None
             run_sql(connection, attach, instance=instance, job=story.jobs[step[1:]])
             run_sql(connection, store, busy=busy, instance=story.instance)
+            connection.commit()
 
         step("10:00:00", "+a", 1)
         step("10:00:01", "+b", 2)
