@@ -421,17 +421,17 @@ DAMAGES: dict[str, dict[str, list[str]]] = {
     },
     "postgresql": {
         "missing trigger": ["DROP TRIGGER busy_blocks_jobs_update ON jobs"],
-        "missing function": ["DROP FUNCTION busy_blocks_guard CASCADE"],
+        "missing function": ["DROP FUNCTION busy_blocks_write CASCADE"],
         "all missing": [
             f"DROP FUNCTION busy_blocks_{name} CASCADE"
-            for name in ("guard", "recompute", "collect", "apply", "truncate", "of_job")
+            for name in ("recompute", "collect_jobs", "write", "apply", "truncate", "of_job", "status")
         ],
-        "disabled": ["ALTER TABLE jobs DISABLE TRIGGER busy_blocks_jobs_apply"],
+        "disabled": ["ALTER TABLE jobs DISABLE TRIGGER busy_blocks_jobs_write"],
         "all disabled": [f"ALTER TABLE {table} DISABLE TRIGGER USER" for table in ("jobs", "instances")],
         "for replicas only": ["ALTER TABLE jobs ENABLE REPLICA TRIGGER busy_blocks_jobs_insert"],
         "other body": [
-            "CREATE OR REPLACE FUNCTION busy_blocks_guard() RETURNS trigger LANGUAGE plpgsql"
-            " SET search_path TO public, pg_temp AS $$ BEGIN RETURN new; END $$"
+            "CREATE OR REPLACE FUNCTION busy_blocks_write() RETURNS void LANGUAGE plpgsql"
+            " SET search_path TO public, pg_temp AS $$ BEGIN END $$"
         ],
         "other settings": ["ALTER FUNCTION busy_blocks_apply() RESET ALL"],
         "security definer": ["ALTER FUNCTION busy_blocks_apply() SECURITY DEFINER"],
@@ -439,12 +439,12 @@ DAMAGES: dict[str, dict[str, list[str]]] = {
         "other events": [
             "DROP TRIGGER busy_blocks_jobs_delete ON jobs",
             "CREATE TRIGGER busy_blocks_jobs_delete AFTER DELETE ON jobs FOR EACH ROW"
-            " WHEN (old.instance_id IS NULL) EXECUTE FUNCTION busy_blocks_collect()",
+            " WHEN (old.instance_id IS NULL) EXECUTE FUNCTION busy_blocks_collect_jobs()",
         ],
         "renamed trigger": ["ALTER TRIGGER busy_blocks_jobs_update ON jobs RENAME TO busy_blocks_jobs_old"],
         "second trigger": [
             "CREATE TRIGGER busy_blocks_jobs_old AFTER INSERT ON jobs FOR EACH ROW"
-            " EXECUTE FUNCTION busy_blocks_collect()"
+            " EXECUTE FUNCTION busy_blocks_collect_jobs()"
         ],
         "invalid index": [
             "CREATE INDEX busy_blocks_jobs ON jobs (instance_id) WHERE instance_id IS NOT NULL",

@@ -246,8 +246,8 @@ def test_a_session_in_the_role_of_a_replica_fires_no_trigger(protected: Database
     ("disabled", "expected"),
     [
         ("busy_blocks_jobs_update", {"busy_blocks_jobs_update"}),
-        ("busy_blocks_jobs_apply", {"busy_blocks_jobs_apply"}),
-        ("USER", {f"busy_blocks_jobs_{n}" for n in ("insert", "update", "delete", "apply", "truncate")}),
+        ("busy_blocks_jobs_write", {"busy_blocks_jobs_write"}),
+        ("USER", {f"busy_blocks_jobs_{n}" for n in ("insert", "update", "delete", "write", "truncate")}),
     ],
 )
 def test_triggers_disabled_in_an_emergency(protected: Database, disabled: str, expected: set[str]) -> None:
@@ -319,12 +319,12 @@ def test_what_a_role_that_updates_jobs_needs(protected: Database, other_role: st
 
 @only_postgresql
 def test_where_public_may_not_execute_functions(protected: Database, other_role: str) -> None:
-    """The two that the trigger functions call are checked, the trigger functions themselves are not."""
+    """The three that the trigger functions call are checked, the trigger functions themselves are not."""
     _, idle, free = add_rows(protected)
     grant(protected, "SELECT, UPDATE ON jobs, instances", other_role)
     with protected.begin() as connection:
         connection.exec_driver_sql("REVOKE EXECUTE ON ALL FUNCTIONS IN SCHEMA public FROM PUBLIC")
-    for function in ("busy_blocks_of_job", "busy_blocks_add"):
+    for function in ("busy_blocks_of_job", "busy_blocks_noted", "busy_blocks_write"):
         with pytest.raises(DBAPIError, match=f"permission denied for function {function}"):
             write_as(protected, other_role, ATTACH, job=free, instance=idle)
         grant(protected, f"EXECUTE ON FUNCTION {function}", other_role)
@@ -638,7 +638,7 @@ def add_failures(database: Database) -> None:
     """Triggers of somebody else's that fail in the middle of ours, while each of the settings is set.
 
     That of jobs fires after busy_blocks_jobs_update, by its name, and before the commit; that of
-    instances inside of the UPDATE that busy_blocks_add makes.
+    instances inside of the UPDATE that busy_blocks_write makes.
     """
     with database.begin() as connection:
         for table, setting in (("jobs", "pending"), ("instances", "writer")):
@@ -706,18 +706,18 @@ def test_settings_do_not_leak_between_clients_of_a_pool(
 def test_what_is_noted_and_never_added_ends_with_the_transaction(
     protected: Database, clients: list[Connection]
 ) -> None:
-    """With busy_blocks_jobs_apply disabled nothing empties busy_blocks.pending but the commit."""
+    """With busy_blocks_jobs_write disabled nothing empties busy_blocks.pending but the commit."""
     one, two = clients
     busy, idle, free = add_rows(protected)
     with protected.begin() as connection:
-        connection.exec_driver_sql("ALTER TABLE jobs DISABLE TRIGGER busy_blocks_jobs_apply")
+        connection.exec_driver_sql("ALTER TABLE jobs DISABLE TRIGGER busy_blocks_jobs_write")
     attach(one, free, idle)
     assert one.scalar(text("SELECT current_setting('busy_blocks.pending')")) != ""
     one.commit()
     backend = settings(two)[2]
     assert settings(two) == ["", "", backend]
     with protected.begin() as connection:
-        connection.exec_driver_sql("ALTER TABLE jobs ENABLE TRIGGER busy_blocks_jobs_apply")
+        connection.exec_driver_sql("ALTER TABLE jobs ENABLE TRIGGER busy_blocks_jobs_write")
     with protected.begin() as connection:
         run_sql(connection, "UPDATE instances SET status = status WHERE id = :id", id=idle)
     protected.check_right()

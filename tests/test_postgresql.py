@@ -238,7 +238,7 @@ def test_a_trigger_of_somebody_elses_cannot_use_our_right_to_write(protected: Da
             " $$BEGIN UPDATE instances SET busy_blocks = 7 WHERE name = 'two'; RETURN NULL; END$$"
         )
         connection.exec_driver_sql(
-            "CREATE TRIGGER meddle AFTER UPDATE ON instances FOR EACH ROW WHEN (pg_trigger_depth() < 4)"
+            "CREATE TRIGGER meddle AFTER UPDATE ON instances FOR EACH ROW WHEN (new.name = 'one')"
             " EXECUTE FUNCTION meddle()"
         )
     with protected.begin() as connection:

@@ -16,35 +16,48 @@ log = logging.getLogger("dstack.busy_blocks")
 
 SQL = Path(__file__).resolve().parents[2] / "sql"
 
-# In the order of creation, and dropped in the opposite one. The triggers of jobs come before those of
-# instances: the latter alone would undo every number that the server writes.
-OBJECTS: dict[str, tuple[str, ...]] = {
-    "postgresql": (
-        "function/busy_blocks_of_job",
-        "function/busy_blocks_add",
-        "function/busy_blocks_collect",
-        "function/busy_blocks_apply",
-        "function/busy_blocks_truncate",
-        "function/busy_blocks_guard",
-        "function/busy_blocks_recompute",
-        "trigger/busy_blocks_jobs_insert",
-        "trigger/busy_blocks_jobs_update",
-        "trigger/busy_blocks_jobs_delete",
-        "trigger/busy_blocks_jobs_apply",
-        "trigger/busy_blocks_jobs_truncate",
-        "trigger/busy_blocks_instances_insert",
-        "trigger/busy_blocks_instances_update",
-        "trigger/busy_blocks_instances_recompute",
-    ),
-    "sqlite": (
-        "index/busy_blocks_jobs",
-        "view/busy_blocks_derived",
-        "trigger/busy_blocks_jobs_insert",
-        "trigger/busy_blocks_jobs_update",
-        "trigger/busy_blocks_jobs_delete",
-        "trigger/busy_blocks_instances_insert",
-        "trigger/busy_blocks_instances_update",
-    ),
+# Of each revision, in the order of creation; dropped in the opposite one. The triggers of jobs come before
+# those of instances: the latter alone would undo every number that the server writes.
+OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "0001": {
+        "postgresql": (
+            "function/busy_blocks_of_job",
+            "function/busy_blocks_noted",
+            "function/busy_blocks_write",
+            "function/busy_blocks_collect_jobs",
+            "function/busy_blocks_collect_instances",
+            "function/busy_blocks_forget",
+            "function/busy_blocks_apply",
+            "function/busy_blocks_truncate",
+            "function/busy_blocks_recompute",
+            "trigger/busy_blocks_jobs_insert",
+            "trigger/busy_blocks_jobs_update",
+            "trigger/busy_blocks_jobs_delete",
+            "trigger/busy_blocks_jobs_write",
+            "trigger/busy_blocks_jobs_truncate",
+            "trigger/busy_blocks_instances_forget",
+            "trigger/busy_blocks_instances_insert",
+            "trigger/busy_blocks_instances_update",
+            "trigger/busy_blocks_instances_write",
+            "trigger/busy_blocks_instances_write_sum",
+        ),
+        "sqlite": (
+            "index/busy_blocks_jobs",
+            "view/busy_blocks_derived",
+            "trigger/busy_blocks_jobs_insert",
+            "trigger/busy_blocks_jobs_update",
+            "trigger/busy_blocks_jobs_delete",
+            "trigger/busy_blocks_instances_insert",
+            "trigger/busy_blocks_instances_update",
+        ),
+    },
+    "0003": {
+        "postgresql": ("function/busy_blocks_status", "trigger/busy_blocks_instances_write_status"),
+        "sqlite": (
+            "trigger/busy_blocks_instances_status_insert",
+            "trigger/busy_blocks_instances_status_update",
+        ),
+    },
 }
 POSTGRESQL_INDEX = "index/busy_blocks_jobs"
 
@@ -81,18 +94,29 @@ def begin(dialect: str, execute: Callable[[str], object]) -> None:
         execute("BEGIN IMMEDIATE")
 
 
-def create(dialect: str, execute: Callable[[str], object]) -> None:
-    """Create every object but PostgreSQL's index, inside the transaction that begin() prepared."""
-    for name in OBJECTS[dialect]:
+def create(dialect: str, revision: str, execute: Callable[[str], object]) -> None:
+    """Create a revision's objects but PostgreSQL's index, in the transaction that begin() prepared."""
+    for name in OBJECTS[revision][dialect]:
         execute(read(dialect, name))
 
 
-def remove(dialect: str, execute: Callable[[str], object]) -> None:
-    """Drop every object that is there, inside the transaction that begin() prepared."""
-    for name in reversed(OBJECTS[dialect]):
+def remove(dialect: str, revision: str, execute: Callable[[str], object]) -> None:
+    """Drop what is there of a revision's objects, in the transaction that begin() prepared."""
+    for name in reversed(OBJECTS[revision][dialect]):
         execute(drop(dialect, name))
-    if dialect == "postgresql":
+    if dialect == "postgresql" and revision == "0001":
         execute(drop(dialect, POSTGRESQL_INDEX))
+
+
+def remove_all(dialect: str, execute: Callable[[str], object]) -> None:
+    """Drop every object that is there, in the transaction that begin() prepared."""
+    for revision in reversed(OBJECTS):
+        remove(dialect, revision, execute)
+
+
+def _names(dialect: str, revision: str) -> list[str]:
+    """The objects that a database at this revision has."""
+    return [name for at, names in OBJECTS.items() if at <= revision for name in names[dialect]]
 
 
 def build_index(connection: Connection) -> None:
@@ -103,7 +127,7 @@ def build_index(connection: Connection) -> None:
     """
     try:
         connection.execute(text(drop("postgresql", POSTGRESQL_INDEX)))
-        if states(connection).get(POSTGRESQL_INDEX) == "missing":
+        if states(connection, "0001").get(POSTGRESQL_INDEX) == "missing":
             connection.execute(text(read("postgresql", POSTGRESQL_INDEX)))
     except DBAPIError as error:
         if not is_lock_conflict(error):
@@ -140,28 +164,29 @@ STRAYS = {
 }
 
 
-def strays(connection: Connection) -> dict[str, str]:
-    """Triggers with a name or a function of ours that are not one of OBJECTS, and how to drop each.
+def strays(connection: Connection, revision: str) -> dict[str, str]:
+    """Triggers with a name or a function of ours that are none of the revision's, and how to drop each.
 
     They come by hand or from another release of this package, count twice, and hold our functions.
     """
     dialect = connection.dialect.name
     rows = connection.execute(STRAYS[dialect])
     found = {f"trigger/{row.name}": row.statement for row in rows}
-    return {name: found[name] for name in sorted(found.keys() - set(OBJECTS[dialect]))}
+    return {name: found[name] for name in sorted(found.keys() - set(_names(dialect, revision)))}
 
 
-def states(connection: Connection) -> dict[str, str]:
-    """What the database has of each object: installed, altered, disabled, invalid, missing or stray.
+def states(connection: Connection, revision: str) -> dict[str, str]:
+    """What the database has of each of the revision's objects.
 
-    Reads the catalogue only. On PostgreSQL the index is listed where one is needed, or ours exists.
+    One of installed, altered, disabled, invalid, missing and, for triggers that are not the revision's,
+    stray. Reads the catalogue only. On PostgreSQL the index is listed where one is needed, or ours exists.
     """
     dialect = connection.dialect.name
-    found = _states_postgresql(connection) if dialect == "postgresql" else _states_sqlite(connection)
-    return found | dict.fromkeys(strays(connection), "stray")
+    find = _states_postgresql if dialect == "postgresql" else _states_sqlite
+    return find(connection, _names(dialect, revision)) | dict.fromkeys(strays(connection, revision), "stray")
 
 
-def _states_sqlite(connection: Connection) -> dict[str, str]:
+def _states_sqlite(connection: Connection, names: list[str]) -> dict[str, str]:
     # sqlite_schema keeps the text of a CREATE statement as it was given (SQLite documentation,
     # "The Schema Table"), so it can be compared to the letter.
     rows = connection.execute(
@@ -169,7 +194,7 @@ def _states_sqlite(connection: Connection) -> dict[str, str]:
     )
     found = {f"{row.type}/{row.name}": row.sql for row in rows}
     result = {}
-    for name in OBJECTS["sqlite"]:
+    for name in names:
         if name not in found:
             result[name] = "missing"
         elif found[name] == without_header(read("sqlite", name)):
@@ -203,7 +228,7 @@ INDEXES = text("""
 """)
 
 
-def _states_postgresql(connection: Connection) -> dict[str, str]:
+def _states_postgresql(connection: Connection, names: list[str]) -> dict[str, str]:
     functions = {row.proname: row for row in connection.execute(FUNCTIONS)}
     triggers = {row.tgname: row for row in connection.execute(TRIGGERS)}
     indexes = {row.relname: row for row in connection.execute(INDEXES)}
@@ -215,7 +240,7 @@ def _states_postgresql(connection: Connection) -> dict[str, str]:
         result[POSTGRESQL_INDEX] = "invalid" if not ours.indisvalid else "installed" if same else "altered"
     elif not any(index.indisvalid for index in indexes.values()):
         result[POSTGRESQL_INDEX] = "missing"
-    for name in OBJECTS["postgresql"]:
+    for name in names:
         kind, _, object_name = name.partition("/")
         statement = read("postgresql", name)
         row = (functions if kind == "function" else triggers).get(object_name)
@@ -234,9 +259,10 @@ def _states_postgresql(connection: Connection) -> dict[str, str]:
 
 def _is_function(row: Row[Any], statement: str) -> bool:
     header, body, _ = statement.split("$$")
+    expected_config = [f"search_path={row.schema}, pg_temp"] if "\nSET search_path" in header else None
     return bool(
         row.prosrc == body
-        and row.proconfig == [f"search_path={row.schema}, pg_temp"]
+        and row.proconfig == expected_config
         and row.provolatile == ("i" if "\nIMMUTABLE\n" in header else "v")
         and row.proparallel == "u"
         and not row.prosecdef

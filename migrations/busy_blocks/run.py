@@ -1,6 +1,7 @@
 """The order of work: for the hook, for the command line, and offline."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,6 +21,8 @@ log = logging.getLogger("dstack.busy_blocks")
 
 # A table of its own: dstack does not start where alembic_version names a revision it does not know.
 VERSION_TABLE = "busy_blocks_alembic_version"
+# The setting of who wants the counter kept and the status left to dstack: 0002.
+REVISION = "DSTACK_BUSY_BLOCKS_REVISION"
 WAIT = 60.0  # seconds to try again, on the command line, while somebody else holds a lock
 HOOK_WAIT = 15.0  # the same where a server waits to start; dstack waits as long for its own migrations
 
@@ -50,7 +53,7 @@ def offline() -> None:
     with context.begin_transaction():
         if not context.get_starting_revision_argument() or not context.get_revision_argument():
             objects.begin(dialect, context.execute)
-            objects.remove(dialect, context.execute)
+            objects.remove_all(dialect, context.execute)
             context.execute(f"DROP TABLE IF EXISTS {VERSION_TABLE}")
         if context.get_revision_argument():
             context.run_migrations()
@@ -162,11 +165,23 @@ def _is_to_head() -> bool:
     except CommandError:
         # A relative one, such as +1.
         return False
-    return set([destination] if isinstance(destination, str) else destination or ()) == _heads()
+    heads = set(context.script.get_heads())
+    return set([destination] if isinstance(destination, str) else destination or ()) == heads
 
 
-def _heads() -> set[str]:
-    return set(context.script.get_heads())
+def _target() -> str:
+    """The revision that stands for head: the one that REVISION names, where the newest is not wanted."""
+    wanted = os.environ.get(REVISION, "head")
+    try:
+        script = context.script.get_revision(wanted)
+    except CommandError:
+        script = None
+    if script is None:
+        raise Refused(
+            f"{REVISION} is {wanted}, which is no revision of this package. Nothing was changed. Set it to"
+            " 0002 for the counter alone, or unset it."
+        )
+    return script.revision
 
 
 def _upgrade_to_head(connection: Connection, script: ScriptDirectory | None, wait: float) -> None:
@@ -202,14 +217,14 @@ def _upgrade_to_head(connection: Connection, script: ScriptDirectory | None, wai
 
 def _repair(connection: Connection, wait: float) -> None:
     dstack.check_schema(connection)
-    states = objects.states(connection)
-    broken = {name: state for name, state in states.items() if state != "installed"}
-    is_at_head = _current(connection) == _heads()
+    target = _target()
+    broken = _broken(connection, target)
+    is_at_head = _current(connection) == {target}
     if is_at_head and connection.dialect.name == "postgresql" and set(broken) == {objects.POSTGRESQL_INDEX}:
         database.retry(connection, wait, lambda: _build_index(connection))
         broken = {}
     if is_at_head and not broken:
-        nothing = database.retry(connection, wait, lambda: _correct(connection)) == 0
+        nothing = database.retry(connection, wait, lambda: _correct(connection, target)) == 0
         log.info("The triggers are installed and every counter is right%s", ": nothing to do" * nothing)
         return
     if is_at_head:
@@ -219,8 +234,14 @@ def _repair(connection: Connection, wait: float) -> None:
     _put_on(connection, wait)
 
 
-def _correct(connection: Connection) -> int:
-    return counters.correct(connection, commit=connection.commit)
+def _broken(connection: Connection, target: str) -> dict[str, str]:
+    states = objects.states(connection, target)
+    return {name: state for name, state in states.items() if state != "installed"}
+
+
+def _correct(connection: Connection, target: str) -> int:
+    columns = counters.kept(target)
+    return sum(counters.correct(connection, column, commit=connection.commit) for column in columns)
 
 
 def _build_index(connection: Connection) -> None:
@@ -229,7 +250,7 @@ def _build_index(connection: Connection) -> None:
 
 
 def _take_off(connection: Connection, wait: float, drops_version_table: bool = False) -> None:
-    states = objects.states(connection)
+    states = objects.states(connection, context.script.get_current_head() or "")
     has_version_table = inspect(connection).has_table(VERSION_TABLE, schema=objects.schema(connection))
     connection.commit()
     dialect = connection.dialect.name
@@ -239,9 +260,9 @@ def _take_off(connection: Connection, wait: float, drops_version_table: bool = F
 
     def work() -> None:
         objects.begin(dialect, execute)
-        for statement in objects.strays(connection).values():
+        for statement in objects.strays(connection, "").values():
             execute(statement)
-        objects.remove(dialect, execute)
+        objects.remove_all(dialect, execute)
         if has_version_table:
             execute(f"{'DROP TABLE' if drops_version_table else 'DELETE FROM'} {VERSION_TABLE}")
         connection.commit()
@@ -263,7 +284,25 @@ def _current(connection: Connection) -> set[str]:
     return set(migration_context.get_current_heads())
 
 
+def _migrations() -> Callable[..., Any]:
+    """What alembic's command runs, with the revision of _target() in the place of the newest."""
+    given = context.get_context().opts["fn"]
+
+    def upgrade(revision: Any, _: MigrationContext) -> Any:
+        return context.script._upgrade_revs(_target(), revision)
+
+    def retrieve_migrations(_: Any, migration_context: MigrationContext) -> Any:
+        # `alembic check` wants the newest; _check() has seen to the one that is wanted.
+        return given(tuple(context.script.get_heads()), migration_context)
+
+    if given.__name__ == "retrieve_migrations":
+        return retrieve_migrations
+    return upgrade if given.__name__ == "upgrade" and _is_to_head() else given
+
+
 def _run_revisions(connection: Connection, wait: float) -> None:
+    migrations = _migrations()
+
     def work() -> None:
         schema = objects.schema(connection)
         connection.commit()
@@ -276,6 +315,7 @@ def _run_revisions(connection: Connection, wait: float) -> None:
             target_metadata=MetaData(),
             include_name=lambda *_: False,
             on_version_apply=_log_revision,
+            fn=migrations,
         )
         with context.begin_transaction():
             context.run_migrations()
@@ -297,18 +337,20 @@ def _log_revision(
 
 def _check(connection: Connection) -> None:
     dstack.check_schema(connection)
-    states = objects.states(connection)
-    problems = [f"{name} is {state}" for name, state in states.items() if state != "installed"]
-    if _current(connection) != _heads():
-        problems.append(f"revision is {', '.join(_current(connection)) or 'base'}, not {', '.join(_heads())}")
+    target = _target()
+    broken = _broken(connection, target)
+    problems = [f"{name} is {state}" for name, state in broken.items()]
+    if _current(connection) != {target}:
+        problems.append(f"revision is {', '.join(_current(connection)) or 'base'}, not {target}")
     # What drift.sql needs.
     if not any(
-        "missing" in states.get(name, "")
+        "missing" in broken.get(name, "")
         for name in ("function/busy_blocks_of_job", "view/busy_blocks_derived")
     ):
         problems += [
-            f"instance {row.name} ({row.id}): busy_blocks is {row.is_now}, should be {row.should_be}"
-            for row in counters.drift(connection)
+            f"instance {row.name} ({row.id}): {column} is {row.is_now}, should be {row.should_be}"
+            for column in counters.kept(target)
+            for row in counters.drift(connection, column)
         ]
     if problems:
         raise Refused("; ".join(problems) + ". Nothing was changed. Run `alembic upgrade head`.")

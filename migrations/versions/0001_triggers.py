@@ -18,18 +18,18 @@ def upgrade() -> None:
     if dialect == "postgresql":
         _create_postgresql_index()
     objects.begin(dialect, op.execute)
-    objects.create(dialect, op.execute)
+    objects.create(dialect, revision, op.execute)
 
 
 def downgrade() -> None:
     dialect = op.get_context().dialect.name
     objects.begin(dialect, op.execute)
-    objects.remove(dialect, op.execute)
+    objects.remove(dialect, revision, op.execute)
 
 
 def _create_postgresql_index() -> None:
     if context.is_offline_mode():
         op.execute(objects.read("postgresql", "index/busy_blocks_jobs_offline"))
-    elif objects.states(op.get_bind()).get(objects.POSTGRESQL_INDEX) in ("missing", "invalid"):
+    elif objects.states(op.get_bind(), revision).get(objects.POSTGRESQL_INDEX) in ("missing", "invalid"):
         with op.get_context().autocommit_block():
             objects.build_index(op.get_bind())

@@ -19,7 +19,7 @@ def upgrade() -> None:
         return
     # Outside of one long transaction, so that a server waits for a batch and not for the whole.
     with op.get_context().autocommit_block():
-        counters.correct(op.get_bind(), commit=lambda: None)
+        counters.correct(op.get_bind(), "busy_blocks", commit=lambda: None)
 
 
 def downgrade() -> None:

@@ -7,8 +7,8 @@
 -- Costs:  one JSON parse per attached job, for each statement and instance that named the status.
 --         dstack changes it with none or one job attached, mostly.
 --
--- The sum has what the transaction did to jobs already, so what is pending for this instance must not be
--- added once more. At commit all of it is collected; after SET CONSTRAINTS ALL IMMEDIATE, in the middle of
+-- The sum has what the transaction did to jobs already, so what is noted for this instance must not be
+-- added once more. At commit all of it is noted; after SET CONSTRAINTS ALL IMMEDIATE, in the middle of
 -- a statement that also moves jobs of the instance, it need not be.
 CREATE FUNCTION busy_blocks_recompute() RETURNS trigger
 LANGUAGE plpgsql
@@ -16,30 +16,35 @@ SET search_path FROM CURRENT
 AS $$
 <<own>>
 DECLARE
-    pending text := coalesce(current_setting('busy_blocks.pending', true), '');
-    entry integer := strpos(pending, new.id::text);
+    blocks integer;
     writer_before text := coalesce(current_setting('busy_blocks.writer', true), '');
-    blocks integer := 0;
 BEGIN
-    IF entry > 0 THEN
-        pending := overlay(pending PLACING lpad('0', 12) FROM entry + 36);
-        PERFORM set_config('busy_blocks.pending', pending, true);
-    END IF;
-    IF new.status <> 'PENDING' THEN
-        blocks := (
-            SELECT coalesce(sum(coalesce(busy_blocks_of_job(jobs.job_runtime_data), 1)), 0)
-            FROM jobs
-            WHERE jobs.instance_id = new.id
-        );
-    END IF;
+    -- The row as it is now, which may be a later one than new.
+    blocks := (
+        SELECT
+            CASE
+                WHEN instances.status = 'PENDING' THEN 0
+                ELSE (
+                    SELECT coalesce(sum(coalesce(busy_blocks_of_job(jobs.job_runtime_data), 1)), 0)
+                    FROM jobs
+                    WHERE jobs.instance_id = instances.id
+                )
+            END
+        FROM instances
+        WHERE instances.id = new.id
+    );
     PERFORM set_config('busy_blocks.writer', new.id::text, true);
     UPDATE instances
     SET busy_blocks = own.blocks
-    WHERE
-        instances.id = new.id
-        AND instances.status = new.status
-        AND instances.busy_blocks <> own.blocks;
+    WHERE instances.id = new.id AND instances.busy_blocks <> own.blocks;
     PERFORM set_config('busy_blocks.writer', writer_before, true);
+    PERFORM set_config(
+        'busy_blocks.pending',
+        regexp_replace(
+            coalesce(current_setting('busy_blocks.pending', true), ''), new.id::text || '.{12}', ''
+        ),
+        true
+    );
     RETURN NULL;
 END
 $$

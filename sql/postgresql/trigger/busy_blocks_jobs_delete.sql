@@ -5,4 +5,4 @@ CREATE TRIGGER busy_blocks_jobs_delete
 AFTER DELETE ON jobs
 FOR EACH ROW
 WHEN (old.instance_id IS NOT NULL)
-EXECUTE FUNCTION busy_blocks_collect()
+EXECUTE FUNCTION busy_blocks_collect_jobs()

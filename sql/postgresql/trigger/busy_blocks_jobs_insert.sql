@@ -5,4 +5,4 @@ CREATE TRIGGER busy_blocks_jobs_insert
 AFTER INSERT ON jobs
 FOR EACH ROW
 WHEN (new.instance_id IS NOT NULL)
-EXECUTE FUNCTION busy_blocks_collect()
+EXECUTE FUNCTION busy_blocks_collect_jobs()

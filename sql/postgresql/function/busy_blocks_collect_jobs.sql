@@ -1,0 +1,32 @@
+-- Row trigger function of jobs: notes what a changed row adds to the sums over the attached jobs.
+--
+-- Guards: together with busy_blocks_collect_instances, by how much the transaction puts each counter off.
+--         Noted in its local setting busy_blocks.pending; a rollback, also to a savepoint, takes the
+--         setting back with it. busy_blocks_apply writes what is left at commit.
+-- Locks:  nothing; busy_blocks_write locks the instances, all in one order. Only where a transaction has
+--         put more than a thousand counters off are these written, and locked, before the commit.
+-- Costs:  one JSON parse for the old row if it was attached, one for the new row if it is.
+CREATE FUNCTION busy_blocks_collect_jobs() RETURNS trigger
+LANGUAGE plpgsql
+SET search_path FROM CURRENT
+AS $$
+DECLARE
+    pending text := coalesce(current_setting('busy_blocks.pending', true), '');
+    blocks integer;
+BEGIN
+    -- Few expressions, as each is prepared again in every transaction: hence the assignment of set_config().
+    IF old.instance_id IS NOT NULL THEN
+        blocks := coalesce(busy_blocks_of_job(old.job_runtime_data), 1);
+        pending := busy_blocks_noted(pending, old.instance_id, -blocks);
+    END IF;
+    IF new.instance_id IS NOT NULL THEN
+        blocks := coalesce(busy_blocks_of_job(new.job_runtime_data), 1);
+        pending := busy_blocks_noted(pending, new.instance_id, blocks);
+    END IF;
+    pending := set_config('busy_blocks.pending', pending, true);
+    IF length(pending) > 48000 THEN
+        PERFORM busy_blocks_write();
+    END IF;
+    RETURN NULL;
+END
+$$
