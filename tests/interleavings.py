@@ -151,7 +151,7 @@ TRANSACTIONS = {
     "terminate 0.19, no row lock": Transaction(without_row_locks(TERMINATE_0_19)),
     "provision": Transaction(
         {
-            "instance": "BEGIN; INSERT INTO instances SELECT * FROM seed_instances WHERE id = $new_instance",
+            "instance": "BEGIN; INSERT INTO instances SELECT * FROM seed_new_instances WHERE id = $new_instance",
             "job": ASSIGN.replace("$instance", "$new_instance"),
             "commit": "COMMIT",
         },
@@ -225,53 +225,52 @@ BLOCKS = [1, 2, 4]
 RESIDENT_BLOCKS = 8
 
 
-def sow(database: Database) -> None:
-    """Tables with all rows that a spec may need, of which `reset` makes copies."""
-    with database.begin() as connection:
-        owner = add_project(connection)
-        for instance in (INSTANCE, OTHER):
-            add_instance(connection, owner, id=instance, total_blocks=16)
-        for instance in NEW_INSTANCES:
-            # As dstack inserts it.
-            add_instance(connection, owner, id=instance, status="PROVISIONING", total_blocks=1, busy_blocks=1)
-        for job, token, blocks in zip(JOBS, TOKENS, BLOCKS, strict=True):
-            add_job(connection, owner, id=job, job_runtime_data=job_runtime_data(blocks), lock_owner="dstack")
-            connection.execute(text(f"UPDATE jobs SET lock_token = '{token}' WHERE id = '{job}'"))
-        add_job(connection, owner, OTHER, id=RESIDENT, job_runtime_data=job_runtime_data(RESIDENT_BLOCKS))
-        for table in ("runs", "instances", "jobs"):
-            connection.execute(text(f"CREATE TABLE seed_{table} AS SELECT * FROM {table}"))
-        # What the triggers made of it.
-        connection.execute(text("UPDATE seed_instances SET busy_blocks = total_blocks WHERE total_blocks = 1"))
+TABLES = ("runs", "instances", "jobs")
 
 
-def reset(spec: Sequence[str]) -> list[str]:
-    """Statements that put the rows back to where the transactions of a spec begin; every counter is right."""
+def sow(connection: Connection) -> None:
+    """Tables that keep the rows with which every permutation begins."""
+    owner = add_project(connection)
+    for instance in (INSTANCE, OTHER):
+        add_instance(connection, owner, id=instance, total_blocks=16)
+    for instance in NEW_INSTANCES:
+        add_instance(connection, owner, id=instance, status="PROVISIONING", total_blocks=1)
+    for job, token, blocks in zip(JOBS, TOKENS, BLOCKS, strict=True):
+        add_job(connection, owner, id=job, job_runtime_data=job_runtime_data(blocks))
+        connection.execute(text(f"UPDATE jobs SET lock_token = '{token}' WHERE id = '{job}'"))
+    add_job(connection, owner, OTHER, id=RESIDENT, job_runtime_data=job_runtime_data(RESIDENT_BLOCKS))
+    for table in TABLES:
+        connection.execute(text(f"CREATE TABLE seed_{table} AS SELECT * FROM {table}"))
+    # dstack inserts these as occupied.
+    connection.execute(text("CREATE TABLE seed_new_instances AS SELECT * FROM instances WHERE total_blocks = 1"))
+    connection.execute(text("UPDATE seed_new_instances SET busy_blocks = 1"))
+    connection.execute(text("DELETE FROM seed_instances WHERE total_blocks = 1"))
+
+
+def prepare(spec: Sequence[str]) -> list[str]:
+    """Makes the kept rows those with which the transactions of a spec begin; with right counters."""
     on = {"on instance": f"'{INSTANCE}'", "on other": f"'{OTHER}'", "nowhere": "NULL"}
     places = [TRANSACTIONS[name].job for name in spec]
-    pending = any(TRANSACTIONS[name].placeholder for name in spec)
+    places += ["nowhere"] * (SESSIONS - len(places))
     statements = [
-        *(f"DELETE FROM {table}" for table in ("jobs", "instances", "runs")),
-        "INSERT INTO runs SELECT * FROM seed_runs",
-        f"INSERT INTO instances SELECT * FROM seed_instances WHERE id IN ('{INSTANCE}', '{OTHER}')",
-        "INSERT INTO jobs SELECT * FROM seed_jobs",
-        *(
-            f"UPDATE jobs SET instance_id = {on[place]}, used_instance_id = {on[place]} WHERE id = '{job}'"
-            for job, place in zip(JOBS, places, strict=False)
-        ),
+        f"UPDATE seed_jobs SET instance_id = {on[place]}, used_instance_id = {on[place]} WHERE id = '{job}'"
+        for job, place in zip(JOBS, places, strict=True)
     ]
-    for instance, place, resident in (
-        (INSTANCE, "on instance", []),
-        (OTHER, "on other", [RESIDENT_BLOCKS]),
-    ):
-        held = resident + [blocks for blocks, at in zip(BLOCKS, places, strict=False) if at == place]
-        if pending and instance == INSTANCE:
+    for instance, here, resident in ((INSTANCE, "on instance", 0), (OTHER, "on other", RESIDENT_BLOCKS)):
+        busy = resident + sum(blocks for blocks, place in zip(BLOCKS, places, strict=True) if place == here)
+        status = "BUSY" if busy else "IDLE"
+        if instance == INSTANCE and any(TRANSACTIONS[name].placeholder for name in spec):
             status, busy = "PENDING", 0
-        else:
-            status, busy = "BUSY" if held else "IDLE", sum(held)
         statements.append(
-            f"UPDATE instances SET status = '{status}', busy_blocks = {busy} WHERE id = '{instance}'"
+            f"UPDATE seed_instances SET status = '{status}', busy_blocks = {busy} WHERE id = '{instance}'"
         )
     return statements
+
+
+RESET = [
+    *(f"DELETE FROM {table}" for table in reversed(TABLES)),
+    *(f"INSERT INTO {table} SELECT * FROM seed_{table}" for table in TABLES),
+]
 
 
 # What has to be true after every permutation.
@@ -400,7 +399,9 @@ class Engine(Protocol):
 
     connection: Connection
 
-    def reset(self, spec: Sequence[str]) -> None: ...
+    def prepare(self, spec: Sequence[str]) -> None: ...
+
+    def reset(self) -> None: ...
 
     def sessions(self, spec: Sequence[str], mode: Any) -> list[Session]: ...
 
@@ -443,15 +444,21 @@ class Postgresql:
     """Modes are isolation levels."""
 
     def __init__(self, database: Database):
-        sow(database)
+        with database.begin() as connection:
+            sow(connection)
         dsn = database.engine.url.set(drivername="postgresql").render_as_string(hide_password=False)
         self.connection = database.engine.connect().execution_options(isolation_level="AUTOCOMMIT")
         self.observer = psycopg.connect(dsn, autocommit=True)
+        # Its writes fire no triggers, ours or those of foreign keys.
+        self.observer.execute("SET session_replication_role = replica")
         self.clients = [PostgresqlClient(dsn) for _ in range(SESSIONS)]
         self.resets = 0
 
-    def reset(self, spec: Sequence[str]) -> None:
-        self.observer.execute(";".join(["BEGIN", *reset(spec), "COMMIT"]))
+    def prepare(self, spec: Sequence[str]) -> None:
+        self.observer.execute(";".join(prepare(spec)))
+
+    def reset(self) -> None:
+        self.observer.execute(";".join(RESET))
         self.resets += 1
         if self.resets % 200 == 0:
             # Rows that are dead, and that autovacuum would come to too late.
@@ -555,13 +562,18 @@ class Sqlite:
     """Modes are ways to begin a transaction."""
 
     def __init__(self, database: Database):
-        sow(database)
+        with database.begin() as connection:
+            sow(connection)
         self.connection = database.engine.connect().execution_options(isolation_level="AUTOCOMMIT")
         self.connection.exec_driver_sql("PRAGMA synchronous=OFF")
         self.clients = [SqliteClient(database) for _ in range(SESSIONS)]
 
-    def reset(self, spec: Sequence[str]) -> None:
-        for statement in ("BEGIN", *reset(spec), "COMMIT"):
+    def prepare(self, spec: Sequence[str]) -> None:
+        for statement in prepare(spec):
+            self.connection.exec_driver_sql(statement)
+
+    def reset(self) -> None:
+        for statement in ("BEGIN", *RESET, "COMMIT"):
             self.connection.exec_driver_sql(statement)
 
     def sessions(self, spec: Sequence[str], mode: Begin) -> list[Session]:
@@ -579,9 +591,9 @@ class Sqlite:
             session.waits = session.busy
 
 
-def play(engine: Engine, spec: Sequence[str], order: Sequence[int], mode: str) -> Outcome:
-    """One permutation: the numbers of the sessions, in the order in which they are to take a step."""
-    engine.reset(spec)
+def play(engine: Engine, spec: Sequence[str], order: Sequence[int], mode: Any) -> Outcome:
+    """One permutation of the spec that is prepared: the numbers of the sessions, in the order in which they are to take a step."""
+    engine.reset()
     sessions = engine.sessions(spec, mode)
     outcome = Outcome()
 
