@@ -57,12 +57,15 @@ RETRY_LATER = f"""
     WHERE id = $job AND lock_token = $token;
     COMMIT
 """
+# It reads, and locks, every instance of the fleet that is free; and takes the first.
 READ_TO_ASSIGN = """
     SELECT
+        '''' || id || '''' AS chosen,
         busy_blocks + $blocks AS new_blocks,
         CASE WHEN status = 'BUSY' THEN '' ELSE 'status = ''BUSY'', ' END AS status
     FROM instances
-    WHERE id = $instance AND lock_expires_at IS NULL
+    WHERE id IN ($instance, $other) AND lock_expires_at IS NULL
+    ORDER BY id
 """
 # dstack sends the status only where it changes: back to IDLE with the last job that it saw there, and to
 # TERMINATING where it read anything but BUSY.
@@ -81,13 +84,11 @@ READ_TO_TERMINATE = """
     WHERE id = $instance
 """
 NOT_LOCKED = f" AND (lock_expires_at IS NULL OR lock_expires_at < {NOW}) AND (lock_owner IS NULL OR lock_owner = $owner)"
-LOCK = (
-    f"UPDATE instances SET lock_expires_at = {UNTIL}, lock_token = $token, lock_owner = $owner WHERE id = $instance"
-)
+LOCK = f"UPDATE instances SET lock_expires_at = {UNTIL}, lock_token = $token, lock_owner = $owner WHERE id = $instance"
 ASSIGN = f"""
     UPDATE jobs SET
         last_processed_at = {NOW}, skip_min_processing_interval = true, instance_assigned = true,
-        instance_id = $instance, used_instance_id = $instance, job_runtime_data = $data, {UNLOCK}
+        instance_id = $chosen, used_instance_id = $chosen, job_runtime_data = $data, {UNLOCK}
     WHERE id = $job
 """
 DETACH = f"""
@@ -112,7 +113,7 @@ TERMINATE_0_19 = {
 }
 ASSIGN_STEPS = {
     "read": f"BEGIN; {READ_TO_ASSIGN}{FOR_UPDATE}",
-    "instance": "UPDATE instances SET $status busy_blocks = $new_blocks WHERE id = $instance",
+    "instance": "UPDATE instances SET $status busy_blocks = $new_blocks WHERE id = $chosen",
     "job": ASSIGN,
     "commit": "COMMIT",
 }
@@ -152,7 +153,7 @@ TRANSACTIONS = {
     "provision": Transaction(
         {
             "instance": "BEGIN; INSERT INTO instances SELECT * FROM seed_new_instances WHERE id = $new_instance",
-            "job": ASSIGN.replace("$instance", "$new_instance"),
+            "job": ASSIGN.replace("$chosen", "$new_instance"),
             "commit": "COMMIT",
         },
         job="nowhere",
@@ -203,7 +204,9 @@ TRANSACTIONS = {
     "delete job": Transaction(in_one_statement("DELETE FROM jobs WHERE id = $job")),
     "delete instance": Transaction(in_one_statement("DELETE FROM instances WHERE id = $instance")),
     "delete run": Transaction(in_one_statement("DELETE FROM runs WHERE id = $run")),
-    "set busy_blocks": Transaction(in_one_statement("UPDATE instances SET busy_blocks = 0 WHERE id = $instance")),
+    "set busy_blocks": Transaction(
+        in_one_statement("UPDATE instances SET busy_blocks = 0 WHERE id = $instance")
+    ),
     "set status": Transaction(in_one_statement("UPDATE instances SET status = 'IDLE' WHERE id = $instance")),
 }
 
@@ -242,7 +245,9 @@ def sow(connection: Connection) -> None:
     for table in TABLES:
         connection.execute(text(f"CREATE TABLE seed_{table} AS SELECT * FROM {table}"))
     # dstack inserts these as occupied.
-    connection.execute(text("CREATE TABLE seed_new_instances AS SELECT * FROM instances WHERE total_blocks = 1"))
+    connection.execute(
+        text("CREATE TABLE seed_new_instances AS SELECT * FROM instances WHERE total_blocks = 1")
+    )
     connection.execute(text("UPDATE seed_new_instances SET busy_blocks = 1"))
     connection.execute(text("DELETE FROM seed_instances WHERE total_blocks = 1"))
 
@@ -405,6 +410,8 @@ class Engine(Protocol):
 
     def sessions(self, spec: Sequence[str], mode: Any) -> list[Session]: ...
 
+    def close(self) -> None: ...
+
     def settle(self, sessions: Sequence[Session]) -> None:
         """Waits until every session has finished its step, or waits for one that is not to go on yet."""
 
@@ -471,6 +478,12 @@ class Postgresql:
             for number, name in enumerate(spec)
         ]
 
+    def close(self) -> None:
+        self.connection.close()
+        self.observer.close()
+        for client in self.clients:
+            client.connection.close()
+
     def settle(self, sessions: Sequence[Session]) -> None:
         deadline = monotonic() + 60
         while busy := [session for session in sessions if session.busy]:
@@ -478,8 +491,7 @@ class Postgresql:
             # Who waited before most likely still does: ask at once.
             patience = 0 if all(session.waits for session in busy) else 0.001
             select.select([client.pgconn.socket for client in clients], [], [], patience)
-            # A list: all of them have to be polled.
-            if any([session.poll() for session in busy]):
+            if any(session.poll() for session in busy):
                 continue
             if self._all_stuck(sessions):
                 for session in busy:
@@ -503,6 +515,9 @@ class Postgresql:
         while more := {one for one, blockers in waiting.items() if one not in stuck and stuck & {*blockers}}:
             stuck |= more
         return stuck >= waiting.keys()
+
+
+LOCKED = "database is locked"
 
 
 @dataclass(frozen=True)
@@ -555,9 +570,6 @@ class SqliteClient:
         self.connection.rollback()
 
 
-LOCKED = "database is locked"
-
-
 class Sqlite:
     """Modes are ways to begin a transaction."""
 
@@ -584,8 +596,13 @@ class Sqlite:
             for number, name in enumerate(spec)
         ]
 
+    def close(self) -> None:
+        self.connection.close()
+        for client in self.clients:
+            client.connection.close()
+
     def settle(self, sessions: Sequence[Session]) -> None:
-        while any([session.poll() for session in sessions if session.busy]):
+        while any(session.poll() for session in sessions if session.busy):
             pass
         for session in sessions:
             session.waits = session.busy
@@ -631,3 +648,10 @@ def permutations(steps: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 def permutations_of(spec: Sequence[str]) -> list[tuple[int, ...]]:
     return list(permutations([len(TRANSACTIONS[name].steps) for name in spec]))
+
+
+def steps_of(spec: Sequence[str], order: Sequence[int]) -> str:
+    """A permutation to read: 0.read 1.read 0.instance …"""
+    left = [iter(TRANSACTIONS[name].steps) for name in spec]
+    steps = " ".join(f"{number}.{next(left[number])}" for number in order)
+    return f"{' | '.join(spec)}: {steps}"
