@@ -229,7 +229,7 @@ def test_a_lost_update_is_seen(postgresql: Pair, sqlite: Pair) -> None:
         spec = (name, name)
         serial, overlapping = orders(spec)
         assert wrong_in(engine, spec, serial, mode) == 0
-        assert 0 < wrong_in(engine, spec, overlapping, mode) < len(overlapping)
+        assert wrong_in(engine, spec, overlapping, mode) > 0
 
 
 def test_a_sum_from_an_old_snapshot_is_seen(databases: Databases) -> None:
@@ -242,7 +242,7 @@ def test_a_sum_from_an_old_snapshot_is_seen(databases: Databases) -> None:
     serial, overlapping = orders(spec)
     with closing(Postgresql(database)) as engine:
         assert wrong_in(engine, spec, serial, "READ COMMITTED") == 0
-        assert 0 < wrong_in(engine, spec, overlapping, "READ COMMITTED") < len(overlapping)
+        assert wrong_in(engine, spec, overlapping, "READ COMMITTED") > 0
 
 
 OBVIOUS_FUNCTION = """
