@@ -67,18 +67,22 @@ def blocks_of(data: str | None, dialect: str) -> int:
     offers = [value for key, value in parsed if key == "offer"] if isinstance(parsed, Pairs) else []
     if dialect == "sqlite":
         offers = offers[:1]
-    found = [
-        value for offer in offers if isinstance(offer, Pairs) for key, value in offer if key == "blocks"
-    ]
+    found = [value for offer in offers if isinstance(offer, Pairs) for key, value in offer if key == "blocks"]
     if not found:
         return 1
     value = found[0 if dialect == "sqlite" else -1]
     return value if type(value) is int and 0 <= value <= 999_999 else 1
 
 
-def status_of(status: str, attached: bool) -> str:
-    """What an instance's status has to be that was last written as `status`."""
-    return status
+# The statuses that the triggers keep, too; ("IDLE", "BUSY") once a revision does that.
+DERIVED: tuple[str, ...] = ()
+
+
+def status_of(written: str, attached: bool) -> str:
+    """What the status of an instance has to be, from the one that was written last."""
+    if written in DERIVED:
+        return "BUSY" if attached else "IDLE"
+    return written
 
 
 class Outcome(Enum):
@@ -105,8 +109,8 @@ class Model:
     runs: dict[Id, Id] = field(default_factory=dict)
     instances: dict[Id, Instance] = field(default_factory=dict)
     jobs: dict[Id, Job] = field(default_factory=dict)
-    # Instances whose counter is not held, with the number that it has; None where that is not said.
-    doubt: dict[Id, int | None] = field(default_factory=dict)
+    # Instances that are not held, with the status and counter that they have; None where that is not said.
+    doubt: dict[Id, tuple[str, int] | None] = field(default_factory=dict)
     replica: bool = False  # session_replication_role
     disabled: bool = False  # the triggers are off
     immediate: bool = False  # SET CONSTRAINTS ALL IMMEDIATE
@@ -147,9 +151,6 @@ class Model:
             for id, row in self.instances.items()
         }
 
-    def counter(self, instance: Id) -> int:
-        return self.truth()[instance][1] if instance in self.instances else 0
-
     def change_job(self, id: Id, new: Job | None, silent: bool = False) -> set[Id]:
         """Insert, update or delete one job; `silent` where SQLite fires no trigger. The instances concerned."""
         old = self.jobs.get(id)
@@ -157,7 +158,7 @@ class Model:
         if old is None or new is None or old.instance != new.instance or old.data != new.data:
             concerned = {row.instance for row in (old, new) if row is not None and row.instance is not None}
         fires = self.firing and not silent
-        before = {} if fires else {instance: self.counter(instance) for instance in concerned}
+        before = self.truth() if silent else {}
         self.jobs.pop(id, None)
         if new is not None:
             self.jobs[id] = new
@@ -171,7 +172,7 @@ class Model:
             for instance in concerned & self.instances.keys():
                 if not silent:
                     self.doubt[instance] = None
-                elif self.counter(instance) != before[instance]:
+                elif self.truth()[instance] != before[instance]:
                     self.doubt.setdefault(instance, before[instance])
         return concerned
 
@@ -250,25 +251,30 @@ class Model:
             return Outcome.SUCCEEDS
         result = Outcome.SUCCEEDS
         for table in ("runs", "instances", "jobs"):
-            then = getattr(before, table)
-            rows_then = {builtins.id(row) for row in then.values()}
-            for id, row in getattr(self, table).items():
-                old = then.get(id)
-                if builtins.id(row) in rows_then:
-                    # The same row, or only its id is new.
-                    old = row
-                if old is row:
-                    # Not written, but its instance may have another id now.
-                    if table == "jobs" and row.instance in before.instances.keys() - self.instances.keys():
-                        return Outcome.FAILS
-                    continue
+            rows_then = {builtins.id(row) for row in getattr(before, table).values()}
+            for row in getattr(self, table).values():
                 missing = self._missing(table, row)
-                if missing - (self._missing(table, old) if old is not None else set()):
+                if not missing:
+                    continue
+                if missing - before.dangling():
                     return Outcome.FAILS
-                if missing:
-                    # It was dangling before: whether it is checked again is the database's business.
+                # Whether a row that dangled before is checked again is the database's business.
+                if builtins.id(row) not in rows_then or self.renamed(before, table):
                     result = Outcome.EITHER
         return result
+
+    def renamed(self, before: "Model", table: str) -> bool:
+        return getattr(self, table).keys() != getattr(before, table).keys()
+
+    def dangling(self) -> set[tuple[str, Id]]:
+        """What rows refer to and is not there: from a time without foreign keys."""
+        tables = ("runs", "instances", "jobs")
+        return {
+            target
+            for table in tables
+            for row in getattr(self, table).values()
+            for target in self._missing(table, row)
+        }
 
     def _missing(self, table: str, row: Any) -> set[tuple[str, Id]]:
         """What a row refers to and is not there."""
