@@ -114,7 +114,6 @@ class Model:
     replica: bool = False  # session_replication_role
     disabled: bool = False  # the triggers are off
     immediate: bool = False  # SET CONSTRAINTS ALL IMMEDIATE
-    pending: bool = False  # PostgreSQL refuses TRUNCATE: deferred triggers are waiting
 
     def copy(self) -> "Model":
         return replace(
@@ -127,7 +126,7 @@ class Model:
         )
 
     def committed(self) -> "Model":
-        return replace(self, immediate=False, pending=False)
+        return replace(self, immediate=False)
 
     @property
     def firing(self) -> bool:
@@ -166,9 +165,7 @@ class Model:
             # "The next change of that instance corrects it."
             for instance in concerned:
                 self.doubt.pop(instance, None)
-        elif fires:
-            self.pending |= bool(concerned) and not self.immediate
-        else:
+        elif not fires:
             for instance in concerned & self.instances.keys():
                 if not silent:
                     self.doubt[instance] = None
@@ -204,7 +201,6 @@ class Model:
         if self.firing:
             if status or (busy_blocks and self.dialect == "sqlite"):
                 self.doubt.pop(id, None)
-            self.pending |= status and not self.immediate
         elif busy_blocks or old.status != row.status:
             self.doubt[id] = None
 
@@ -219,7 +215,6 @@ class Model:
         self.instances[new] = row
         if not self.firing:
             self.doubt[new] = None
-        self.pending |= self.firing and not self.immediate
 
     def delete_instance(self, id: Id) -> None:
         del self.instances[id]

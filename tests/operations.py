@@ -46,7 +46,7 @@ class Machine(Protocol):
 
     def release(self, number: int) -> None: ...
 
-    def truncate(self, table: str, refused: bool) -> None: ...
+    def truncate(self, table: str) -> None: ...
 
 
 Operation = Callable[[Machine, int, int, int, int, int], None]
@@ -538,13 +538,12 @@ def copy_jobs(m: Machine, a: int, b: int, c: int, d: int, e: int) -> None:
 def set_constraints(m: Machine, a: int, b: int, c: int, d: int, e: int) -> None:
     after = m.model.copy()
     after.immediate = bool(a % 3)
-    after.pending = after.pending and not after.immediate
     m.begin()
     m.statement(f"SET CONSTRAINTS ALL {'IMMEDIATE' if after.immediate else 'DEFERRED'}", [], after)
 
 
 def truncate(m: Machine, a: int, b: int, c: int, d: int, e: int) -> None:
-    m.truncate("instances" if b % 8 == 0 else "jobs", refused=bool(c & 1))
+    m.truncate("instances" if a % 8 == 0 else "jobs")
 
 
 def begin(m: Machine, a: int, b: int, c: int, d: int, e: int) -> None:
