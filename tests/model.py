@@ -188,10 +188,7 @@ class Model:
     def insert_instance(self, id: Id, row: Instance) -> None:
         self.doubt.pop(id, None)
         self.instances[id] = row
-        # Jobs that refer to an instance that was not there come from a time without foreign keys. SQLite's
-        # sum has them; on PostgreSQL they come from session_replication_role, which is not held.
-        dangling = any(job.instance == id for job in self.jobs.values())
-        if not self.firing or (dangling and self.dialect == "postgresql"):
+        if not self.firing:
             self.doubt[id] = None
 
     def change_instance(self, id: Id, row: Instance, status: bool = False, busy_blocks: bool = False) -> None:
@@ -260,6 +257,13 @@ class Model:
 
     def renamed(self, before: "Model", table: str) -> bool:
         return getattr(self, table).keys() != getattr(before, table).keys()
+
+    def delete_dangling(self) -> None:
+        for run in [id for id, row in self.runs.items() if self._missing("runs", row)]:
+            self.delete_run(run)
+        for instance in [id for id, row in self.instances.items() if self._missing("instances", row)]:
+            self.delete_instance(instance)
+        self.delete_jobs(id for id, row in self.jobs.items() if self._missing("jobs", row))
 
     def dangling(self) -> set[tuple[str, Id]]:
         """What rows refer to and is not there: from a time without foreign keys."""

@@ -13,7 +13,8 @@ from model import DERIVED, Id, Instance, Job, Model, Outcome
 JOBS, INSTANCES, RUNS, PROJECTS = 10, 6, 3, 2
 STATUSES = ("IDLE", "BUSY", "PENDING", "PROVISIONING", "TERMINATING", "TERMINATED")
 JOB_STATUSES = ("RUNNING", "SUBMITTED", "TERMINATING", "DONE")
-NUMBERS = (0, 3, 1, -1, 7, None, 1_000_000, -2_147_483_648, 2_147_483_647)
+# The largest and the smallest leave room for what other statements add.
+NUMBERS = (0, 3, 1, -1, 7, None, 1_000_000, -2_147_000_000, 2_147_000_000)
 
 
 class Machine(Protocol):
