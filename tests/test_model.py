@@ -75,11 +75,15 @@ def cut(text: str, start: int, length: int) -> str:
 
 
 DATA = st.one_of(
-    st.sampled_from(HOSTILE),
+    # By number: Hypothesis would write out the longest text for its own use.
+    st.integers(0, len(HOSTILE) - 1).map(HOSTILE.__getitem__),
     st.builds(json.dumps, VALUES | st.fixed_dictionaries({"offer": VALUES})),
     st.builds(lambda value: json.dumps({"offer": {"blocks": value}}), VALUES),
     st.builds(
-        cut, st.sampled_from([text for text in HOSTILE if text]), st.integers(0, 40), st.integers(1, 3)
+        cut,
+        st.sampled_from([text for text in HOSTILE if text and len(text) < 100]),
+        st.integers(0, 40),
+        st.integers(1, 3),
     ),
 )
 
