@@ -25,7 +25,6 @@ import pytest
 from releases import python_of
 from support import ROOT
 
-INSTALL = "apt-get install openssh-server tini util-linux"
 CYCLES = int(os.environ.get("BUSY_BLOCKS_TEST_CYCLES", "12"))
 RELEASES = ["newest", pytest.param("0.19.36", marks=pytest.mark.releases)]
 # PID 1 waits for its own child only, as dstack itself does, and outlives it.
@@ -37,24 +36,11 @@ TINI_BELOW_A_PARENT = [sys.executable, "-c", PARENT, "tini", "-s", "--"]
 
 
 @pytest.fixture(scope="session")
-def unshare() -> list[str]:
-    """The command line that runs a program as PID 1 of a namespace of its own, with a /proc of its own."""
-    command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    missing = [name for name in ("tini", "unshare") if shutil.which(name) is None]
-    if missing:
-        pytest.skip(f"not installed: {', '.join(missing)}; {INSTALL}")
-    tried = subprocess.run([*command, "true"], capture_output=True, text=True)
-    if tried.returncode != 0:
-        pytest.skip(f"no PID namespace can be made here (it takes root): {tried.stderr}")
-    return command
-
-
-@pytest.fixture(scope="session")
 def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
     """A real sshd on loopback that lets this user in: its port, and the private key."""
     program = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
     if program is None:
-        pytest.skip(f"not installed: sshd; {INSTALL}")
+        pytest.skip("not installed: sshd; apt-get install openssh-server")
     folder = tmp_path_factory.mktemp("sshd")
     for key in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
