@@ -25,7 +25,7 @@ import pytest
 from releases import python_of
 from support import ROOT
 
-CYCLES = int(os.environ.get("BUSY_BLOCKS_TEST_CYCLES", "12"))
+CYCLES = int(os.environ.get("BUSY_BLOCKS_TEST_CYCLES", "6"))
 RELEASES = ["newest", pytest.param("0.19.36", marks=pytest.mark.releases)]
 # PID 1 waits for its own child only, as dstack itself does, and outlives it.
 PARENT = "import subprocess, sys, time; print(subprocess.call(sys.argv[1:]), flush=True); time.sleep(3600)"
@@ -261,7 +261,7 @@ def test_with_tini_and_the_sweep_below_another_process(
         server.do("lose_in_use")
         in_use = server.running(TUNNEL)
         assert len(in_use) == 2
-        for _ in range(3):
+        for _ in range(2):
             server.do("lose")
             time_out_behind_a_jump_host(server, hanging_host)
         wait_until(lambda: server.running(TUNNEL) == in_use and server.running(PROXY) == [])
