@@ -31,27 +31,41 @@ def main() -> None:
     os.setsid()
     # Readable once the command has ended (pidfd_open(2)).
     ended = os.pidfd_open(commands_pid)
+    before: set[psutil.Process] = set()
     while not select.select([ended], [], [], float(seconds))[0]:
-        terminate(mark, only_forgotten=True)
-    terminate(mark, only_forgotten=False)
+        # At two looks in a row, so that nothing is ended that was only seen between two states.
+        now = forgotten(started(mark))
+        terminate(now & before)
+        before = now
+    terminate(set(started(mark)))
 
 
-def terminate(mark: str, only_forgotten: bool) -> None:
-    started = {}
+def terminate(processes: set[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+
+
+def started(mark: str) -> dict[psutil.Process, list[str]]:
+    """The command lines of everything alive that the command has started, and its own."""
+    found = {}
     for process in psutil.process_iter():
         # Else it has ended, or is a zombie or another user's.
         with contextlib.suppress(psutil.Error):
             if process.environ().get(MARK) == mark:
-                started[process] = process.cmdline()
-    proxy_commands = [word for line in started.values() for word in line if word.startswith("ProxyCommand=")]
-    for process, arguments in started.items():
+                found[process] = process.cmdline()
+    return found
+
+
+def forgotten(processes: dict[psutil.Process, list[str]]) -> set[psutil.Process]:
+    words = [word for arguments in processes.values() for word in arguments]
+    proxy_commands = [word for word in words if word.startswith("ProxyCommand=")]
+    found = set()
+    for process, arguments in processes.items():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if (
-                not only_forgotten
-                or is_forgotten_tunnel(process, arguments)
-                or is_forgotten_proxy(arguments, proxy_commands)
-            ):
-                process.terminate()
+            if is_forgotten_tunnel(process, arguments) or is_forgotten_proxy(arguments, proxy_commands):
+                found.add(process)
+    return found
 
 
 def is_forgotten_tunnel(process: psutil.Process, arguments: list[str]) -> bool:

@@ -2,7 +2,7 @@
 
     python tunnels.py SSHD_PORT HANGING_PORT KEY_FILE
 
-It reads one thing to do a line and answers each with `done`. The tunnels, how they are opened and closed, and
+It reads one of THINGS to do a line and answers each with `done`. The tunnels, how they are opened and closed, and
 the decorator that the health checks of instances and jobs use are dstack's own, unmodified.
 """
 
@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +67,20 @@ def health_check(fails: bool) -> None:
 
 
 def new_tunnel(port: int = SSHD_PORT, **more: Any) -> Any:
+    """Both of its sockets, here and on the host, lead to an sshd."""
     made = tunnel.SSHTunnel(
         destination=f"{getpass.getuser()}@127.0.0.1", port=port, identity=FileContent(KEY), **more
     )
-    made.local = f"{made.temp_dir.name}/forwarded.sock"
-    made.forwarded_sockets = [
-        tunnel.SocketPair(tunnel.UnixSocket(made.local), tunnel.IPSocket("127.0.0.1", SSHD_PORT))
-    ]
+    sshd = tunnel.IPSocket("127.0.0.1", SSHD_PORT)
+    made.local, made.remote = (f"{made.temp_dir.name}/{name}.sock" for name in ("local", "remote"))
+    made.forwarded_sockets = [tunnel.SocketPair(tunnel.UnixSocket(made.local), sshd)]
+    made.reverse_forwarded_sockets = [tunnel.SocketPair(sshd, tunnel.UnixSocket(made.remote))]
     return made
+
+
+def jump_host() -> Any:
+    host = SSHConnectionParams(hostname="127.0.0.1", username=getpass.getuser(), port=SSHD_PORT)
+    return {"ssh_proxies": [(host, None)]}
 
 
 def time_out(seconds: float, **more: Any) -> None:
@@ -95,17 +102,17 @@ open_tunnels: list[Any] = []
 open_connections: list[socket.socket] = []
 
 
-def lose(in_use: bool) -> None:
+def lose(keep: str | None = None) -> None:
     """What closes a tunnel finds no control socket: dstack is done with it, ssh is not."""
     with new_tunnel() as lost:
-        connection = greet(lost.local)
+        connections = {name: greet(getattr(lost, name)) for name in ("local", "remote")}
         os.unlink(lost.control_sock_path)
-    if in_use:
-        open_connections.append(connection)
+    if keep:
+        open_connections.append(connections[keep])
 
 
-def stay_open() -> None:
-    open_tunnels.append(new_tunnel())
+def stay_open(**more: Any) -> None:
+    open_tunnels.append(new_tunnel(**more))
     open_tunnels[-1].open()
 
 
@@ -118,33 +125,33 @@ def use() -> None:
         assert connection.recv(1000)
 
 
-def do(what: str, seconds: float = 0.5) -> None:
-    if what == "return":
-        health_check(fails=False)
-    elif what == "raise":
-        try:
-            health_check(fails=True)
-        except RuntimeError:
-            return
-        raise AssertionError
-    elif what == "time_out":
-        time_out(seconds)
-    elif what == "time_out_behind_a_jump_host":
-        jump = SSHConnectionParams(hostname="127.0.0.1", username=getpass.getuser(), port=SSHD_PORT)
-        time_out(seconds, ssh_proxies=[(jump, None)])
-    elif what == "lose":
-        lose(in_use=False)
-    elif what == "lose_in_use":
-        lose(in_use=True)
-    elif what == "stay_open":
-        stay_open()
-    elif what == "use":
-        use()
-    elif what == "hang_up":
-        open_connections.pop().close()
-    else:
-        raise ValueError(what)
+def fail() -> None:
+    try:
+        health_check(fails=True)
+    except RuntimeError:
+        return
+    raise AssertionError
 
+
+def hang_up() -> None:
+    for connection in open_connections:
+        connection.close()
+    open_connections.clear()
+
+
+THINGS: dict[str, Callable[..., None]] = {
+    "return": lambda: health_check(fails=False),
+    "raise": fail,
+    "time_out": lambda: time_out(0.5),
+    "time_out_behind_a_jump_host": lambda seconds: time_out(seconds, **jump_host()),
+    "lose": lose,
+    "lose_in_use": lambda: lose("local"),
+    "lose_in_use_from_the_host": lambda: lose("remote"),
+    "stay_open": stay_open,
+    "stay_open_behind_a_jump_host": lambda: stay_open(**jump_host()),
+    "use": use,
+    "hang_up": hang_up,
+}
 
 if __name__ == "__main__":
     # As a server that is asked to stop: a status of its own.
@@ -152,5 +159,5 @@ if __name__ == "__main__":
     print("ready", flush=True)
     for line in sys.stdin:
         word, *number = line.split()
-        do(word, *map(float, number))
+        THINGS[word](*map(float, number))
         print("done", flush=True)
