@@ -104,8 +104,8 @@ def test_an_upgrade_in_the_container(empty: Database, unshare: list[str], tmp_pa
     write_wrong(empty)
     for release in ("0.20.29", "newest"):
         image = Image(tmp_path / release, release)
-        assert image.health(empty).returncode == 1
-        with serving(empty, image.folder, [*unshare, *image.entrypoint], image.hook, PATH=image.path) as call:
+        command = [*unshare, *image.entrypoint]
+        with serving(empty, image.folder, command, image.hook, PATH=image.path) as call:
             (shown,) = call("project/main/fleets/list")[0]["instances"]
             assert (as_hex(shown["id"]), shown["busy_blocks"]) == (instance, 5)
             health = image.health(empty)
@@ -114,6 +114,7 @@ def test_an_upgrade_in_the_container(empty: Database, unshare: list[str], tmp_pa
         assert "Traceback" not in log
         assert "NOT kept right" not in log
         inject_drift(empty)
+    assert image.health(empty).returncode == 1
 
 
 # Monitoring

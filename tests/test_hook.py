@@ -384,6 +384,8 @@ def unpacked_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheels_package_is_a_location(empty: Database, unpacked_wheel: Path) -> None:
     names = {path.name for path in unpacked_wheel.rglob("*")}
     assert "__pycache__" not in names
+    # deploy/dstack.service runs it from there.
+    assert (unpacked_wheel / "dstack_busy_blocks" / "sweep_tunnels.py").exists()
     result = start(empty, location="dstack_busy_blocks:migrations", PYTHONPATH=str(unpacked_wheel))
     assert result.returncode == 0, result.stderr
     assert "NOT kept right" not in result.stderr
