@@ -140,3 +140,16 @@ def bare(databases: Databases, dialect: str) -> Database:
 def protected(databases: Databases, dialect: str) -> Database:
     """At the newest dstack's head, with the triggers."""
     return databases.make(dialect, "protected")
+
+
+@pytest.fixture(scope="session")
+def unshare() -> list[str]:
+    """The command line that runs a program as PID 1 of a namespace of its own, with a /proc of its own."""
+    command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    missing = [name for name in ("tini", "unshare") if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}; apt-get install tini util-linux")
+    tried = subprocess.run([*command, "true"], capture_output=True, text=True)
+    if tried.returncode != 0:
+        pytest.skip(f"no PID namespace can be made here (it takes root): {tried.stderr}")
+    return command

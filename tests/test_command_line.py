@@ -119,12 +119,12 @@ HARM = {
         "disabled": "ALTER TABLE jobs DISABLE TRIGGER busy_blocks_jobs_update",
         "all disabled": "ALTER TABLE instances DISABLE TRIGGER ALL",
         "always": "ALTER TABLE jobs ENABLE ALWAYS TRIGGER busy_blocks_jobs_update",
-        "body": "CREATE OR REPLACE FUNCTION busy_blocks_guard() RETURNS trigger LANGUAGE plpgsql"
+        "body": "CREATE OR REPLACE FUNCTION busy_blocks_apply() RETURNS trigger LANGUAGE plpgsql"
         " AS $$BEGIN RETURN new; END$$",
         "security": "ALTER FUNCTION busy_blocks_apply() SECURITY DEFINER",
         "search_path": "ALTER FUNCTION busy_blocks_apply() RESET ALL",
         "when": "DROP TRIGGER busy_blocks_jobs_insert ON jobs;; CREATE TRIGGER busy_blocks_jobs_insert"
-        " AFTER INSERT ON jobs FOR EACH ROW WHEN (new.instance_id IS NULL) EXECUTE FUNCTION busy_blocks_collect()",
+        " AFTER INSERT ON jobs FOR EACH ROW WHEN (new.instance_id IS NULL) EXECUTE FUNCTION busy_blocks_collect_jobs()",
         "half": "DROP FUNCTION busy_blocks_recompute CASCADE;; DROP FUNCTION busy_blocks_apply CASCADE",
         "version": "DELETE FROM busy_blocks_alembic_version",
         "version table": "DROP TABLE busy_blocks_alembic_version",

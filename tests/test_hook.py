@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -239,7 +239,13 @@ TOKEN = "0d8d6c3e-token-of-the-tests"
 
 
 @contextmanager
-def serving(database: Database, folder: Path, **more: str) -> Iterator[Callable[[str], Any]]:
+def serving(
+    database: Database,
+    folder: Path,
+    command: Sequence[str] = (sys.executable, "-m", "dstack._internal.cli.main", "server"),
+    location: str | None = HOOK,
+    **more: str,
+) -> Iterator[Callable[[str], Any]]:
     """A `dstack server` process that answers: gives a function that POSTs to its API.
 
     Its log is in server.log of the folder.
@@ -250,20 +256,21 @@ def serving(database: Database, folder: Path, **more: str) -> Iterator[Callable[
         port = free.getsockname()[1]
     environment = environment_of(
         database,
-        HOOK,
+        location,
         HOME=str(folder),
         DSTACK_SERVER_DIR=str(folder / "server"),
+        DSTACK_SERVER_PORT=str(port),
+        DSTACK_SERVER_ADMIN_TOKEN=TOKEN,
+        DSTACK_DO_NOT_UPDATE_DEFAULT_PROJECT="1",
         DSTACK_SERVER_LOG_FORMAT="standard",
         # The rows of the tests are no real machines, and nobody may try to reach them.
         DSTACK_SERVER_BACKGROUND_PROCESSING_DISABLED="1",
-        **more,
     )
-    arguments = ["server", "--host", "127.0.0.1", "--port", str(port), "--token", TOKEN, "--no"]
     log = folder / "server.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "dstack._internal.cli.main", *arguments],
-            env=environment,
+            command,
+            env={**environment, **more},
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -377,6 +384,8 @@ def unpacked_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheels_package_is_a_location(empty: Database, unpacked_wheel: Path) -> None:
     names = {path.name for path in unpacked_wheel.rglob("*")}
     assert "__pycache__" not in names
+    # deploy/dstack.service runs it from there.
+    assert (unpacked_wheel / "dstack_busy_blocks" / "sweep_tunnels.py").exists()
     result = start(empty, location="dstack_busy_blocks:migrations", PYTHONPATH=str(unpacked_wheel))
     assert result.returncode == 0, result.stderr
     assert "NOT kept right" not in result.stderr
