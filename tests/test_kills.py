@@ -151,7 +151,9 @@ class Snapshot(NamedTuple):
 
 
 def snapshot(database: Database) -> Snapshot:
-    return Snapshot(schema_of(database), revisions(database), len(names_of_ours(database)), wrong(database))
+    # alembic's batch mode on SQLite writes a table's constraints in an order that differs from run to run.
+    schema = [[*row[:-1], sorted(row[-1].removesuffix(" )").split(", "))] for row in schema_of(database)]
+    return Snapshot(schema, revisions(database), len(names_of_ours(database)), wrong(database))
 
 
 class Reference(NamedTuple):
@@ -220,7 +222,9 @@ def committed(found: Snapshot, known: Reference) -> str:
         else "dstack's schema"
         if heads == known.after.revisions["alembic_version"]
         else "dstack's schema between",
-        {0: "none of ours", max(known.before.ours, known.after.ours): "ours"}.get(found.ours, "some of ours"),
+        {known.before.ours: "ours", known.after.ours: "ours", 0: "none of ours"}.get(
+            found.ours, "some of ours"
+        ),
         f"revision {', '.join(found.revisions.get('busy_blocks_alembic_version', [])) or 'base'}",
         {0: "counters right", INSTANCES: "counters wrong"}.get(found.wrong, "some counters right"),
     ]
