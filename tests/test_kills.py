@@ -154,7 +154,7 @@ class Snapshot(NamedTuple):
 
 def snapshot(database: Database) -> Snapshot:
     # alembic's batch mode on SQLite writes a table's constraints in an order that differs from run to run.
-    schema = [[*row[:-1], sorted(row[-1].removesuffix(" )").split(", "))] for row in schema_of(database)]
+    schema = [[*row[:-1], sorted((row[-1] or "").removesuffix(" )").split(", "))] for row in schema_of(database)]
     return Snapshot(schema, revisions(database), len(names_of_ours(database)), wrong(database))
 
 
