@@ -10,6 +10,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -446,7 +447,14 @@ def kill_all(server: PostgresServer, *_: object) -> None:
 def restart(server: PostgresServer, processes: list[psutil.Process]) -> None:
     _, alive = psutil.wait_procs(processes, timeout=60)
     assert not alive
-    server.ensure_postgres_running()
+    try:
+        server.ensure_postgres_running()
+    except subprocess.TimeoutExpired:
+        # It gives pg_ctl 10 seconds; a recovery syncs every file first, and goes on without pg_ctl.
+        ready = re.compile(r"^ready\s*\Z", re.MULTILINE)
+        pid_file = server.pgdata / "postmaster.pid"
+        wait_until(lambda: ready.search(pid_file.read_text()) is not None, "PostgreSQL has recovered")
+        server.ensure_postgres_running()
 
 
 def kill_backend(server: PostgresServer, name: str, _: int) -> None:
