@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -439,10 +440,8 @@ def kill_all(server: PostgresServer, *_: object) -> None:
     postmaster = psutil.Process(server.get_pid())
     every = [postmaster, *postmaster.children()]
     for process in every:
-        try:
+        with suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            continue
     restart(server, every)
 
 
@@ -462,9 +461,10 @@ def restart(server: PostgresServer, processes: list[psutil.Process]) -> None:
 def kill_backend(server: PostgresServer, name: str, _: int) -> None:
     """The session's own process; the server then ends all others and recovers by itself."""
     for process in psutil.Process(server.get_pid()).children():
-        # A backend's title is "postgres: user database ...".
-        if name in process.cmdline()[0]:
-            process.kill()
+        with suppress(psutil.NoSuchProcess):
+            # A backend's title is "postgres: user database ...".
+            if name in " ".join(process.cmdline()):
+                process.kill()
 
 
 SERVER_KILLS = (immediate_shutdown, kill_all, kill_backend)
