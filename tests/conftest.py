@@ -11,6 +11,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,20 @@ class Databases:
     def make(self, dialect: str, kind: str = "empty") -> Database:
         template = None if kind == "empty" else self._template(dialect, kind)
         return Database(self._create(dialect, f"test_{uuid.uuid4().hex[:12]}", template))
+
+    @contextmanager
+    def copy(self, original: Database) -> Iterator[Database]:
+        """A copy that is dropped at the end: for tests that need more of them than the disk holds.
+
+        Nobody may be connected to the original.
+        """
+        copy = Database(self._create(original.dialect, f"copy_{uuid.uuid4().hex[:12]}", original.url))
+        yield copy
+        if copy.dialect == "postgresql":
+            self._janitors.pop().drop()
+            return
+        for path in copy.path.parent.glob(f"{copy.path.name}*"):
+            path.unlink()
 
     def drop(self) -> None:
         for janitor in self._janitors:
