@@ -53,10 +53,10 @@ only_postgresql = pytest.mark.parametrize("dialect", ["postgresql"])
 only_sqlite = pytest.mark.parametrize("dialect", ["sqlite"])
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = DEADLINE) -> None:
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"not within {DEADLINE:g} s: {what}"
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
         time.sleep(0.05)
 
 
