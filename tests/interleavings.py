@@ -27,6 +27,7 @@ from support import (
     counters,
     job_runtime_data,
     truth,
+    wrong_statuses,
 )
 
 
@@ -290,7 +291,11 @@ def wrong_counters(connection: Connection) -> list[str]:
     ]
 
 
-CHECKS: list[Callable[[Connection], list[str]]] = [wrong_counters]
+def wrong_states(connection: Connection) -> list[str]:
+    return [f"{instance} is {status}" for instance, status in wrong_statuses(connection).items()]
+
+
+CHECKS: list[Callable[[Connection], list[str]]] = [wrong_counters, wrong_states]
 
 
 # Sessions.

@@ -74,8 +74,8 @@ def blocks_of(data: str | None, dialect: str) -> int:
     return value if type(value) is int and 0 <= value <= 999_999 else 1
 
 
-# The statuses that the triggers keep, too; ("IDLE", "BUSY") once a revision does that.
-DERIVED: tuple[str, ...] = ()
+# The statuses that the triggers keep, too.
+DERIVED = ("IDLE", "BUSY")
 
 
 def status_of(written: str, attached: bool) -> str:
@@ -193,12 +193,11 @@ class Model:
 
     def change_instance(self, id: Id, row: Instance, status: bool = False, busy_blocks: bool = False) -> None:
         """Update one instance; `status` and `busy_blocks` say which columns the statement names."""
-        old = self.instances[id]
         self.instances[id] = row
         if self.firing:
             if status or (busy_blocks and self.dialect == "sqlite"):
                 self.doubt.pop(id, None)
-        elif busy_blocks or old.status != row.status:
+        elif busy_blocks or status:
             self.doubt[id] = None
 
     def rename_instance(self, old: Id, new: Id) -> None:

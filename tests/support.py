@@ -68,9 +68,10 @@ class Database:
         return result.stderr
 
     def check_right(self) -> None:
-        """Every counter equals the truth."""
+        """Every counter and every status equals the truth."""
         with self.begin() as connection:
             assert counters(connection) == truth(connection)
+            assert wrong_statuses(connection) == {}
 
 
 def alembic(
@@ -149,6 +150,19 @@ def counters(connection: Connection) -> dict[str, int]:
     return {
         as_hex(row.id): row.busy_blocks
         for row in connection.execute(text("SELECT id, busy_blocks FROM instances"))
+    }
+
+
+def wrong_statuses(connection: Connection) -> dict[str | None, str]:
+    """The instances that are BUSY without a job attached, or IDLE with one."""
+    attached = {
+        as_hex(row.instance_id)
+        for row in connection.execute(text("SELECT instance_id FROM jobs WHERE instance_id IS NOT NULL"))
+    }
+    return {
+        as_hex(row.id): row.status
+        for row in connection.execute(text("SELECT id, status FROM instances"))
+        if row.status == ("IDLE" if as_hex(row.id) in attached else "BUSY")
     }
 
 

@@ -28,8 +28,8 @@ def add_drift(database: Database) -> tuple[str, str]:
     """Two instances, of which the first has a wrong counter; the database has no triggers yet."""
     with database.begin() as connection:
         owner = add_project(connection)
-        wrong = add_instance(connection, owner, name="wrong", busy_blocks=7)
-        right = add_instance(connection, owner, name="right", busy_blocks=2)
+        wrong = add_instance(connection, owner, name="wrong", status="BUSY", busy_blocks=7)
+        right = add_instance(connection, owner, name="right", status="BUSY", busy_blocks=2)
         for instance in (wrong, right):
             add_job(connection, owner, instance, job_runtime_data=job_runtime_data(2))
     return wrong, right
@@ -472,7 +472,7 @@ def test_current_history_and_check_write_nothing(bare: Database) -> None:
 
 def test_versions_are_linear() -> None:
     result = alembic("history", DSTACK_DATABASE_URL="sqlite+aiosqlite:////none.db")
-    assert re.findall(r"-> (\d+)", result.stdout) == ["0002", "0001"]
+    assert re.findall(r"-> (\d+)", result.stdout) == ["0004", "0003", "0002", "0001"]
 
 
 def test_dstacks_own_migrations_fail(bare: Database) -> None:

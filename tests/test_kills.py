@@ -105,7 +105,7 @@ def prepared(databases: Databases, dialect: str, kind: str) -> Database:
     with database.begin() as connection:
         owner = add_project(connection)
         for number in range(INSTANCES):
-            status = ("IDLE", "BUSY", "PENDING", "TERMINATED")[number % 4]
+            status = ("PROVISIONING", "BUSY", "PENDING", "TERMINATED")[number % 4]
             instance = add_instance(connection, owner, name=f"instance-{number}", status=status)
             add_job(connection, owner, instance, job_runtime_data=job_runtime_data(number % 3))
             add_job(connection, owner, instance if number % 5 else None)

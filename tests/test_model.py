@@ -126,7 +126,12 @@ class Run:
         for number, (table, size) in enumerate(sizes.items(), 1):
             made = [uuid.UUID(int=(number << 64) + i) for i in range(size)]
             self.ids[table] = [id.hex for id in made] if self.dialect == "sqlite" else made
-        self.triggers = [name for name in objects.OBJECTS[self.dialect] if name.startswith("trigger/")]
+        self.triggers = [
+            name
+            for revision in objects.OBJECTS.values()
+            for name in revision[self.dialect]
+            if name.startswith("trigger/")
+        ]
         self.operators = [f for f, weight in WEIGHTS[self.dialect].items() for _ in range(weight)]
 
     def reset(self) -> None:
@@ -419,7 +424,8 @@ class BusyBlocks(RuleBasedStateMachine):
     def backfill(self) -> None:
         """The correction that `alembic upgrade head` runs leaves nothing in doubt."""
         self.commit()
-        counters.correct(self.run.alchemy, self.run.alchemy.commit)
+        for column in counters.REPORTS:
+            counters.correct(self.run.alchemy, column, self.run.alchemy.commit)
         self.run.alchemy.rollback()
         self.model = self.model.copy()
         self.model.doubt.clear()

@@ -51,8 +51,10 @@ def test_drift(protected: Database) -> None:
     assert "busy_blocks is 5, should be 3" in check.stderr
 
 
-def test_anomalies(protected: Database) -> None:
-    with protected.begin() as connection:
+def test_anomalies(bare: Database) -> None:
+    # With the triggers of the counter alone: those of the status leave none of the last two kinds.
+    assert bare.alembic("upgrade", "0002").returncode == 0
+    with bare.begin() as connection:
         owner = add_project(connection)
         fine = add_instance(connection, owner, name="fine", status="BUSY")
         add_job(connection, owner, fine, job_runtime_data=job_runtime_data(3))
@@ -73,14 +75,14 @@ def test_anomalies(protected: Database) -> None:
         idle = add_instance(connection, owner, name="idle", status="IDLE")
         job = add_job(connection, owner, idle, status="PULLING")
     unreadable = "the job_runtime_data of an attached job cannot be read"
-    assert report(protected, "anomalies") == [
+    assert report(bare, "anomalies") == [
         ("BUSY without a job", "alone", alone, None, None),
         ("IDLE with a job", "idle", idle, job, "PULLING"),
         ("a finished job is still attached", "odd", odd, done, "DONE"),
         ("busy_blocks is above total_blocks", "small", small, None, "3 of 2"),
         *((unreadable, "odd", odd, job, "counted as 1 block") for job in sorted(bad)),
     ]
-    protected.check_right()
+    bare.check_right()
 
 
 def test_check_needs_no_right_to_write(protected: Database) -> None:

@@ -2,7 +2,8 @@
 
 Every storm runs first on a database without triggers. Where dstack is known to lose updates it is repeated
 until the counters are wrong there, as a storm that does no harm proves nothing; then it runs as often on a
-database with triggers, whose counters have to be right at the end and at every moment that was looked at.
+database with triggers, whose counters and statuses have to be right at the end and at every moment that was
+looked at.
 """
 
 import json
@@ -45,18 +46,22 @@ class Outcome:
     wrong_looks: int = 0
     # Instances whose counter is wrong at the end, with the difference to the truth.
     drift: dict[str, int] = field(default_factory=dict)
+    # Instances that are BUSY without a job or IDLE with one at the end, and those that dstack gave up.
+    wrong_statuses: int = 0
+    terminating: int = 0
 
     def __str__(self) -> str:
         return (
             f"drift {sum(self.drift.values()):+d} on {len(self.drift)} instances"
             f" ({self.storms * ROUNDS} rounds, {self.jobs} jobs, {self.attached} attached and"
             f" {self.detached} detached by the pipelines; wrong at {self.wrong_looks} of {self.looks} looks,"
-            f" {self.failures} failures)"
+            f" {self.failures} failures), {self.wrong_statuses} wrong statuses,"
+            f" {self.terminating} TERMINATING"
         )
 
 
-def drift_of(database: Database) -> dict[str, int]:
-    """Counter minus truth of every instance where they differ, at one moment of a database in use."""
+def drift_of(database: Database) -> tuple[dict[str, int], int]:
+    """At one moment of a database in use: counter minus truth where they differ, and the wrong statuses."""
     with database.engine.connect() as connection:
         if database.dialect == "sqlite":
             # sqlite3 begins no transaction for a SELECT by itself.
@@ -66,8 +71,9 @@ def drift_of(database: Database) -> dict[str, int]:
         # The jobs are read before the counters. Were this not one snapshot, right ones would look wrong.
         truth = support.truth(connection)
         counters = support.counters(connection)
+        statuses = support.wrong_statuses(connection)
     assert counters.keys() == truth.keys()
-    return {key: counters[key] - truth[key] for key in truth if counters[key] != truth[key]}
+    return {key: counters[key] - truth[key] for key in truth if counters[key] != truth[key]}, len(statuses)
 
 
 @contextmanager
@@ -78,7 +84,7 @@ def watched(database: Database, outcome: Outcome) -> Iterator[None]:
     def watch() -> None:
         while not done.wait(0.1):
             outcome.looks += 1
-            outcome.wrong_looks += bool(drift_of(database))
+            outcome.wrong_looks += any(drift_of(database))
 
     with ThreadPoolExecutor(1) as pool:
         watching = pool.submit(watch)
@@ -108,7 +114,11 @@ def storm(kind: str, database: Database, python: str, outcome: Outcome) -> None:
     outcome.detached += did["detached_by_pipeline"]
     outcome.still_attached += did["still_attached"]
     outcome.failures += result.stderr.count("Unexpected exception when processing item")
-    outcome.drift = drift_of(database)
+    outcome.drift, outcome.wrong_statuses = drift_of(database)
+    with database.begin() as connection:
+        outcome.terminating = support.run_sql(
+            connection, "SELECT count(*) FROM instances WHERE status = 'TERMINATING'"
+        ).scalar_one()
 
 
 def compare(kind: str, make: Callable[[str], Database], python: str, drifts: bool) -> tuple[Outcome, Outcome]:
@@ -127,6 +137,9 @@ def compare(kind: str, make: Callable[[str], Database], python: str, drifts: boo
     assert protected.drift == {}
     assert protected.looks > 0
     assert protected.wrong_looks == 0
+    assert protected.wrong_statuses == 0
+    # No instance of a storm has a reason to end.
+    assert protected.terminating == 0
     # A trigger must not make a statement of the server fail.
     assert protected.failures <= without.failures
     return without, protected
