@@ -336,7 +336,8 @@ def test_the_other_columns_of_a_statement_are_kept(connection: Connection) -> No
     owner = add_project(connection)
     instance = add_instance(connection, owner)
     run_sql(
-        connection, "UPDATE instances SET busy_blocks = 3, name = 'new', total_blocks = 4, status = 'TERMINATING'"
+        connection,
+        "UPDATE instances SET busy_blocks = 3, name = 'new', total_blocks = 4, status = 'TERMINATING'",
     )
     check(connection, **{instance: 0})
     row = connection.execute(text("SELECT name, total_blocks, status FROM instances")).one()
