@@ -12,7 +12,7 @@ from conftest import Databases
 from processes import CHECK, PLAIN_START, START, UPGRADE, Command, Result, run
 from support import Database
 from test_hook import rows_of as attachments
-from test_kills import OLD_RELEASE, prepared, rows_of, succeeds, upgrade_dstack, wrong
+from test_kills import OLD_RELEASE, check_kept, prepared, rows_of, succeeds, upgrade_dstack, wrong
 
 DISK = 16 * 1024**2  # bytes
 # 16 KiB more room at each turn in a full run (see test_kills.py).
@@ -84,7 +84,7 @@ def test_full_disk(databases: Databases, mount: Callable[..., None], tmp_path: P
             assert rows_of(database) == rows
             succeeds(database, command)
         succeeds(database, CHECK)
-        assert wrong(database) == 0
+        check_kept(database)
         assert rows_of(database) == rows_after
 
     failures = 0
@@ -142,5 +142,5 @@ def test_read_only(databases: Databases, mount: Callable[..., None], tmp_path: P
     shutil.copy(database.path, again.path)
     succeeds(again, UPGRADE)
     succeeds(again, CHECK)
-    assert wrong(again) == 0
+    check_kept(again)
     assert rows_of(again) == rows_of(original)
