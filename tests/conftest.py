@@ -11,6 +11,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,8 @@ from sqlalchemy import URL, make_url
 from support import Database
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[Callable[[], URL]]:
+@contextmanager
+def postgresql_server() -> Iterator[Callable[[], URL]]:
     """Gives the URL of a running PostgreSQL, which the first call starts."""
     started = []
 
@@ -40,6 +41,12 @@ def server() -> Iterator[Callable[[], URL]]:
     for folder, postgres in started:
         postgres.cleanup()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Callable[[], URL]]:
+    with postgresql_server() as start:
+        yield start
 
 
 def migrate(url: str, python: str = sys.executable) -> None:
@@ -104,6 +111,9 @@ class Databases:
     def make(self, dialect: str, kind: str = "empty") -> Database:
         template = None if kind == "empty" else self._template(dialect, kind)
         return Database(self._create(dialect, f"test_{uuid.uuid4().hex[:12]}", template))
+
+    def copy(self, database: Database) -> Database:
+        return Database(self._create(database.dialect, f"test_{uuid.uuid4().hex[:12]}", database.url))
 
     def drop(self) -> None:
         for janitor in self._janitors:
