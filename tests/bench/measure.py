@@ -1,7 +1,7 @@
-"""Runs of several databases in turn, and what comes of them: ratios with their spread."""
+"""Runs on several databases in turn, and what comes of them: ratios with their spread."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ class Run(NamedTuple):
     """One timed run on one database, with the rows that the driver says were updated."""
 
     seconds: float
-    cpu_seconds: float  # of the database's own process or processes
+    cpu_seconds: float  # of the process or processes that do the database's work
     cycles: int
     jobs: int
     instances: int
@@ -23,52 +23,62 @@ class Run(NamedTuple):
 
 @dataclass
 class Line:
-    """One line of a table: the runs of each database, the first of each round being compared with the others."""
+    """The runs of one kind of work on each database, and what was left wrong there, in blocks."""
 
-    name: str
+    work: str
     target: str
-    runs: dict[str, list[Run]] = field(default_factory=dict)
-    wrong: dict[str, dict[str, int]] = field(default_factory=dict)
+    runs: dict[str, list[Run]]
+    wrong: dict[str, int]
 
-    def microseconds(self, kind: str) -> float:
-        return median(run.seconds / run.cycles for run in self.runs[kind]) * 1e6
+    def cost(self, kind: str, measure: str) -> list[float]:
+        """Seconds per cycle, of each run."""
+        return [getattr(run, measure) / run.cycles for run in self.runs[kind]]
 
-    def ratios(self, kind: str, measure: str = "seconds") -> list[float]:
-        """Throughput beside that without triggers in the same round: quartiles."""
-        pairs = zip(self.runs[BASELINE], self.runs[kind], strict=True)
-        ratios = [
-            getattr(bare, measure) / bare.cycles / (getattr(run, measure) / run.cycles) for bare, run in pairs
-        ]
-        return quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    def ratios(self, kind: str, measure: str, baseline: str = BASELINE) -> tuple[float, float, float]:
+        """Throughput, beside the baseline's in the same round: lower quartile, median, upper quartile."""
+        pairs = zip(self.cost(baseline, measure), self.cost(kind, measure), strict=True)
+        ratios = [bare / run for bare, run in pairs]
+        low, middle, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+        return low, middle, high
 
     def rows(self, kind: str) -> tuple[int, int]:
+        """Jobs and instances updated."""
         return sum(run.jobs for run in self.runs[kind]), sum(run.instances for run in self.runs[kind])
+
+    def microseconds(self, kind: str, measure: str) -> float:
+        return median(self.cost(kind, measure)) * 1e6
 
 
 def alternate(
-    line: Line,
+    work: str,
+    target: str,
     databases: Mapping[str, Database],
     rounds: int,
-    run: Callable[[Database, int], Run],
-    between: Callable[[Database], None],
-    right: tuple[str, ...] = ("ours",),
+    run: Callable[[str, int], Run],
+    clear: Callable[[str], None],
 ) -> Line:
-    """Run each database in turn, forth and back, so that what the machine does meanwhile hits all alike."""
-    line.runs = {kind: [] for kind in databases}
-    for number in range(rounds):
-        order = list(databases) if number % 2 == 0 else list(reversed(databases))
-        for kind in order:
-            line.runs[kind].append(run(databases[kind], number))
-        if number % ROUNDS_BETWEEN == ROUNDS_BETWEEN - 1:
-            for database in databases.values():
-                between(database)
-    for kind, database in databases.items():
-        line.wrong[kind] = wrong_counters(database)
-    for kind in right:
-        assert not line.wrong[kind], f"{line.name}: {kind} left wrong counters: {line.wrong[kind]}"
+    """Run on each database in turn, forth and back, so that other work on the machine hits all alike.
+
+    `run` gets the database's name and the round, `clear` takes dead rows away.
+    """
+    line = Line(work, target, {kind: [] for kind in databases}, {})
     for kind in databases:
-        jobs, instances = line.rows(kind)
-        assert jobs and instances, f"{line.name}: {kind} worked on {jobs} jobs and {instances} instances"
+        run(kind, 0)  # plans and caches
+        clear(kind)
+    for number in range(1, rounds + 1):
+        for kind in databases if number % 2 else reversed(list(databases)):
+            line.runs[kind].append(run(kind, number))
+        if number % ROUNDS_BETWEEN == 0:
+            for kind in databases:
+                clear(kind)
+    for kind, database in databases.items():
+        if min(line.rows(kind)) == 0:
+            raise RuntimeError(
+                f"{work}: {kind} updated {line.rows(kind)} jobs and instances: nothing measured"
+            )
+        line.wrong[kind] = sum(map(abs, wrong_counters(database).values()))
+        if kind.startswith("ours") and line.wrong[kind]:
+            raise RuntimeError(f"{work}: the triggers left {line.wrong[kind]} blocks wrong")
     return line
 
 
@@ -77,23 +87,3 @@ def wrong_counters(database: Database) -> dict[str, int]:
     with database.begin() as connection:
         right, found = truth(connection), counters(connection)
     return {key: found[key] - right[key] for key in right if found[key] != right[key]}
-
-
-def show(line: Line) -> None:
-    """Print a line of the table."""
-    bare = line.microseconds(BASELINE)
-    cells = []
-    for kind in line.runs:
-        if kind == BASELINE:
-            continue
-        low, middle, high = line.ratios(kind)
-        cells.append(
-            f"{kind} {middle:.2f} ({low:.2f}-{high:.2f}) cpu {line.ratios(kind, 'cpu_seconds')[1]:.2f}"
-        )
-    jobs, instances = line.rows(BASELINE)
-    wrong = {kind: sum(map(abs, found.values())) for kind, found in line.wrong.items() if found}
-    print(
-        f"{line.name} | target {line.target} | none {bare:.0f} us | {' | '.join(cells)}"
-        f" | {jobs} jobs, {instances} instances updated each | wrong blocks {wrong or 0}",
-        flush=True,
-    )

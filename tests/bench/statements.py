@@ -1,11 +1,12 @@
-"""The statements that dstack 0.22.5 sends for an assign, a terminate, a lock and a heartbeat.
+"""The statements on jobs and instances that dstack 0.22.5 sends for an assign, a terminate, a lock and a heartbeat.
 
-Text and columns are dstack's, as SQLAlchemy sends them; test_bench.py compares them with what a storm of dstack's
-pipelines sends. Only the parameters have names here: `:name` is made into what the database wants.
+Text and columns are dstack's, as SQLAlchemy sends them; test_bench.py compares them with what capture.py sees.
+Only the parameters have names here: `:name` is made into what the database wants.
 """
 
 import re
 from collections.abc import Callable
+from typing import NamedTuple
 
 ASSIGN_INSTANCE = "UPDATE instances SET busy_blocks=:busy_with_job WHERE instances.id = :instance"
 # The first job of an instance.
@@ -18,6 +19,17 @@ ASSIGN_JOB = (
     " instance_assigned=:assigned, instance_id=:instance, used_instance_id=:instance,"
     " job_runtime_data=:job_runtime_data, lock_expires_at=:unlocked_until,"
     " lock_token=:unlocked, lock_owner=:unlocked_owner WHERE jobs.id = :job"
+)
+# A moment after the assign: the same blocks, in another text.
+PROVISION_JOB = (
+    "UPDATE jobs SET last_processed_at=:now, skip_min_processing_interval=:skip, status=:provisioning,"
+    " job_runtime_data=:later_job_runtime_data, lock_expires_at=:unlocked_until, lock_token=:unlocked,"
+    " lock_owner=:unlocked_owner WHERE jobs.id = :job"
+)
+# By the fetchers of the pipelines.
+LOCK_SUBMITTED_JOB = (
+    "UPDATE jobs SET lock_expires_at=:lock_expires_at, lock_token=:lock_token, lock_owner=:lock_owner"
+    " WHERE jobs.id = :job"
 )
 LOCK_JOB = (
     "UPDATE jobs SET skip_min_processing_interval=:skip, lock_expires_at=:lock_expires_at,"
@@ -56,20 +68,31 @@ HEARTBEAT_INSTANCE = (
 )
 
 
+class Work(NamedTuple):
+    """What is repeated: transactions, each of one or more statements."""
+
+    name: str
+    transactions: tuple[tuple[str, ...], ...]
+    # Whether the statements that take the locks are left out.
+    keeps_locks: bool = False
+
+
+_ASSIGN = (ASSIGN_INSTANCE, ASSIGN_JOB)
+_TERMINATE = (TERMINATE_JOB, TERMINATE_INSTANCE)
+_LOCKS = ((LOCK_JOB,), (LOCK_INSTANCE,))
+HEARTBEATS = Work("heartbeats and locks", (*_LOCKS, (HEARTBEAT_JOB,), (HEARTBEAT_INSTANCE,)))
+FOUR_STATEMENTS = Work("assign + terminate without locks", (_ASSIGN, _TERMINATE), keeps_locks=True)
+ASSIGN_TERMINATE = Work("assign + terminate", (_ASSIGN, *_LOCKS, _TERMINATE))
+WHOLE_LIFE = Work(
+    "a job's whole life",
+    ((LOCK_SUBMITTED_JOB,), _ASSIGN, (LOCK_JOB,), (PROVISION_JOB,), *_LOCKS, _TERMINATE),
+)
+FIRST_AND_LAST_JOB = Work(
+    "assign + terminate of the only job",
+    ((ASSIGN_IDLE_INSTANCE, ASSIGN_JOB), *_LOCKS, (TERMINATE_JOB, TERMINATE_INSTANCE_IDLE)),
+)
+
+
 def with_parameters(statement: str, replace: Callable[[str], str]) -> str:
     """The statement with every `:name` replaced."""
     return re.sub(r":(\w+)", lambda found: replace(found.group(1)), statement)
-
-
-# What is repeated: transactions, each of statements.
-ASSIGN = (ASSIGN_INSTANCE, ASSIGN_JOB)
-TERMINATE = (TERMINATE_JOB, TERMINATE_INSTANCE)
-LOCKS = ((LOCK_JOB,), (LOCK_INSTANCE,))
-FOUR_STATEMENTS = (ASSIGN, TERMINATE)
-WITH_LOCKS = (ASSIGN, *LOCKS, TERMINATE)
-FIRST_AND_LAST_JOB = (
-    (ASSIGN_IDLE_INSTANCE, ASSIGN_JOB),
-    *LOCKS,
-    (TERMINATE_JOB, TERMINATE_INSTANCE_IDLE),
-)
-HEARTBEATS = (*LOCKS, (HEARTBEAT_JOB,), (HEARTBEAT_INSTANCE,))

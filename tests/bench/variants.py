@@ -1,8 +1,8 @@
-"""What is compared: no triggers, ours, and what others do."""
+"""What ours is compared with: what others do, in its simplest form."""
 
 from support import Database
 
-from bench import postgresql
+from bench import postgresql, sqlite
 
 # The counter cache: the difference is added, and what the server itself writes is ignored. Right while all
 # who write go through it; a counter that is wrong stays wrong.
@@ -76,12 +76,64 @@ NAIVE_POSTGRESQL = (
     """,
 )
 
-STATEMENTS = {("postgresql", "delta"): DELTA_POSTGRESQL, ("postgresql", "naive"): NAIVE_POSTGRESQL}
+_BLOCKS_OF_OLD, _BLOCKS_OF_NEW = sqlite.BLOCKS.format(job="old"), sqlite.BLOCKS.format(job="new")
+DELTA_SQLITE = (
+    # Not empty while the difference is added: SQLite has no other way to tell who writes.
+    "CREATE TABLE delta_writes (instance_id CHAR(32))",
+    f"""
+    CREATE TRIGGER delta_jobs AFTER UPDATE OF instance_id ON jobs
+    WHEN old.instance_id IS NOT new.instance_id
+    BEGIN
+        INSERT INTO delta_writes VALUES (new.instance_id);
+        UPDATE instances SET busy_blocks = busy_blocks - {_BLOCKS_OF_OLD} WHERE id = old.instance_id;
+        UPDATE instances SET busy_blocks = busy_blocks + {_BLOCKS_OF_NEW} WHERE id = new.instance_id;
+        DELETE FROM delta_writes;
+    END
+    """,
+    """
+    CREATE TRIGGER delta_instances AFTER UPDATE OF busy_blocks ON instances
+    WHEN old.busy_blocks <> new.busy_blocks AND NOT EXISTS (SELECT 1 FROM delta_writes)
+    BEGIN
+        UPDATE instances SET busy_blocks = old.busy_blocks WHERE id = new.id;
+    END
+    """,
+)
+NAIVE_SQLITE = (
+    f"""
+    CREATE TRIGGER naive_jobs AFTER UPDATE OF instance_id, job_runtime_data ON jobs
+    BEGIN
+        UPDATE instances SET busy_blocks = {sqlite.ATTACHED_BLOCKS}
+        WHERE id IN (old.instance_id, new.instance_id);
+    END
+    """,
+    f"""
+    CREATE TRIGGER naive_instances AFTER UPDATE OF busy_blocks, status ON instances
+    BEGIN
+        UPDATE instances SET busy_blocks = {sqlite.ATTACHED_BLOCKS} WHERE id = new.id;
+    END
+    """,
+)
+STATEMENTS = {
+    ("postgresql", "delta"): DELTA_POSTGRESQL,
+    ("postgresql", "naive"): NAIVE_POSTGRESQL,
+    ("sqlite", "delta"): DELTA_SQLITE,
+    ("sqlite", "naive"): NAIVE_SQLITE,
+}
 
 
 def install(database: Database, kind: str) -> None:
+    """Put the triggers of that kind on; there are none for "none", "again" and "reconciler"."""
     if kind == "ours":
         database.upgrade()
+        _check_on(database)
     for statement in STATEMENTS.get((database.dialect, kind), ()):
-        with postgresql.connect(database) as connection:
-            connection.execute(statement)
+        # Without SQLAlchemy, which would take % for a parameter.
+        engine = postgresql if database.dialect == "postgresql" else sqlite
+        engine.connect(database).execute(statement)
+
+
+def _check_on(database: Database) -> None:
+    # With work done right, right counters do not tell whether the triggers are there.
+    with database.begin() as connection:
+        connection.exec_driver_sql("UPDATE instances SET busy_blocks = busy_blocks + 1")
+    database.check_right()

@@ -1,0 +1,79 @@
+"""What limits it: where the time inside the triggers goes, and the plans of their statements."""
+
+from pathlib import Path
+from typing import Any
+
+import psycopg
+from sqlalchemy import text
+from support import ROOT, Database
+
+from bench import postgresql, sqlite
+from bench.data import Rows, instance_id, job_id
+from bench.postgresql import Connection
+from bench.statements import ASSIGN_TERMINATE
+
+
+def functions(database: Database, rows: Rows, cycles: int) -> list[str]:
+    """Calls and time of each trigger function, per assign + terminate in the server's loop."""
+    postgresql.create_loop(database, ASSIGN_TERMINATE, rows)
+    with postgresql.connect(database) as connection:
+        connection.execute("SELECT pg_stat_reset()")
+        connection.execute("SET track_functions = 'all'")
+        run = postgresql.loop(connection, 0, cycles)
+        connection.execute("SELECT pg_stat_force_next_flush()")
+    lines = [
+        f"{run.seconds / cycles * 1e6:.0f} us per assign + terminate, {rows.attached} jobs attached; of them"
+    ]
+    query = """
+        SELECT funcname, calls, self_time, total_time FROM pg_stat_user_functions
+        WHERE funcname <> 'bench_loop' ORDER BY self_time DESC
+    """
+    with postgresql.connect(database) as connection:
+        for name, calls, self_time, total_time in connection.execute(query):
+            lines.append(
+                f"  {name}: {calls / cycles:.1f} calls, {self_time / cycles * 1e3:.1f} us by itself,"
+                f" {total_time / cycles * 1e3:.1f} us with what it calls"
+            )
+    return lines
+
+
+def plans_postgresql(database: Database, rows: Rows) -> list[str]:
+    """Plans of an assign + terminate, those of statements inside the triggers too, by auto_explain."""
+    lines: list[str] = []
+
+    def keep(notice: psycopg.errors.Diagnostic) -> None:
+        lines.append(notice.message_primary or "")
+
+    parameters = {
+        "instance": instance_id(rows.attached, 0),
+        "job": job_id(rows.jobs.start),
+    } | sqlite.constants(database, ASSIGN_TERMINATE, rows)
+    with postgresql.connect(database) as connection:
+        work(connection, parameters)
+        for setting in (
+            "auto_explain.log_min_duration = 0",
+            "auto_explain.log_analyze = on",
+            "auto_explain.log_buffers = on",
+            "auto_explain.log_nested_statements = on",
+            "auto_explain.log_triggers = on",
+            "auto_explain.log_parameter_max_length = 0",
+            "client_min_messages = log",
+        ):
+            if setting.startswith("auto_explain.log_min"):
+                connection.execute("LOAD 'auto_explain'")
+            connection.execute(f"SET {setting}")
+        connection.add_notice_handler(keep)
+        work(connection, parameters)
+    return lines
+
+
+def work(connection: Connection, parameters: dict[str, Any]) -> None:
+    for statements in ASSIGN_TERMINATE.transactions:
+        postgresql.transaction(connection, statements, parameters)
+
+
+def plan_sqlite(database: Database) -> list[str]:
+    """The plan of the drift report; its sum is that of the triggers."""
+    statement = Path(ROOT / "sql" / "sqlite" / "drift.sql").read_text(encoding="utf-8")
+    with database.begin() as connection:
+        return [row.detail for row in connection.execute(text(f"EXPLAIN QUERY PLAN {statement}"))]
