@@ -73,8 +73,8 @@ def values(connection: Connection, rows: Rows, keeps_locks: bool) -> dict[str, A
     }
 
 
-def fill(database: Database, groups: Mapping[int, int], free_jobs: int) -> range:
-    """Make the groups, of so many instances each, with their jobs, and free jobs; the numbers of the latter."""
+def seed(database: Database) -> None:
+    """Rows by dstack's own code, that the others are copies of."""
     with TemporaryDirectory() as folder:
         subprocess.run(
             [sys.executable, "-c", SEED],
@@ -83,6 +83,14 @@ def fill(database: Database, groups: Mapping[int, int], free_jobs: int) -> range
             check=True,
             capture_output=True,
         )
+    if database.dialect == "sqlite":
+        # A copy of the file alone has to be the whole database.
+        with database.engine.connect() as connection:
+            connection.exec_driver_sql("PRAGMA journal_mode=DELETE")
+
+
+def fill(database: Database, groups: Mapping[int, int], free_jobs: int) -> range:
+    """Make the groups, of so many instances each, with their jobs, and free jobs; the numbers of the latter."""
     with database.begin() as connection:
         as_id = "CAST(md5({}) AS uuid)"
         if database.dialect == "sqlite":
@@ -136,7 +144,6 @@ def fill(database: Database, groups: Mapping[int, int], free_jobs: int) -> range
                 connection.execute(text(f"ALTER TABLE {name} SET (autovacuum_enabled = false)"))
             connection.execute(text("VACUUM ANALYZE"))
         else:
-            # A copy of the file alone has to be the whole database.
             connection.exec_driver_sql("PRAGMA journal_mode=DELETE")
     return range(first, first + free_jobs)
 

@@ -7,9 +7,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
+from statistics import median_low
 from threading import Event, Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 from sqlalchemy import text
@@ -28,9 +28,10 @@ START_OF_A_SERVER = "import asyncio, dstack._internal.server.db as db; asyncio.r
 
 @dataclass
 class Process:
-    """A process that ended: seconds, and memory in MB; server_memory is that of PostgreSQL's backend."""
+    """A process that ended. CPU time is with that of PostgreSQL's backend; memory in MB, that one's apart."""
 
     seconds: float
+    cpu_seconds: float
     memory: float
     server_memory: float
     returncode: int
@@ -41,6 +42,7 @@ def run(database: Database, *arguments: str, **environment: str) -> Process:
     """Run this Python on a database."""
     environment = {**os.environ, "DSTACK_DATABASE_URL": database.url, **environment}
     server_memory = 0.0
+    server_cpu: dict[int, float] = {}
     with tempfile.TemporaryFile("w+") as log, tempfile.TemporaryDirectory() as folder:
         environment["DSTACK_SERVER_DIR"] = folder
         start = time.monotonic()
@@ -59,9 +61,11 @@ def run(database: Database, *arguments: str, **environment: str) -> Process:
                 while not done.wait(POLL):
                     for (pid,) in connection.execute(query).fetchall():
                         try:
-                            memory = psutil.Process(pid).memory_info()
+                            backend = psutil.Process(pid)
+                            memory, cpu = backend.memory_info(), backend.cpu_times()
                         except psutil.NoSuchProcess:
                             continue
+                        server_cpu[pid] = cpu.user + cpu.system
                         # What it shares is the server's one cache.
                         server_memory = max(server_memory, (memory.rss - memory.shared) / BASE)
 
@@ -75,7 +79,10 @@ def run(database: Database, *arguments: str, **environment: str) -> Process:
         watcher.join()
         log.seek(0)
         # In kilobytes on Linux (getrusage(2)).
-        return Process(seconds, usage.ru_maxrss / 1024, server_memory, child.returncode, log.read())
+        cpu_seconds = usage.ru_utime + usage.ru_stime + sum(server_cpu.values())
+        return Process(
+            seconds, cpu_seconds, usage.ru_maxrss / 1024, server_memory, child.returncode, log.read()
+        )
 
 
 def upgrade(database: Database) -> Process:
@@ -98,8 +105,16 @@ def _succeeded(process: Process) -> Process:
     return process
 
 
-def scan(database: Database, repeats: int) -> tuple[float, int]:
-    """Seconds of a sequential scan of jobs with the aggregate, and the number of instances that it finds."""
+class Scan(NamedTuple):
+    """A sequential scan of jobs with the aggregate, and the number of instances that it found."""
+
+    seconds: float
+    cpu_seconds: float
+    instances: int
+
+
+def scan(database: Database, repeats: int) -> Scan:
+    """The median of some scans."""
     if database.dialect == "postgresql":
         blocks = "coalesce((job_runtime_data::json #>> '{offer,blocks}')::integer, 1)"
         jobs, settings = "jobs", ("enable_indexscan", "enable_bitmapscan", "max_parallel_workers_per_gather")
@@ -108,17 +123,17 @@ def scan(database: Database, repeats: int) -> tuple[float, int]:
     statement = (
         f"SELECT instance_id, sum({blocks}) FROM {jobs} WHERE instance_id IS NOT NULL GROUP BY instance_id"
     )
-    seconds = []
+    scans = []
     engine: Any = postgresql if database.dialect == "postgresql" else sqlite
     connection = engine.connect(database)
     for setting in settings:
         connection.execute(f"SET {setting} = 0" if "max" in setting else f"SET {setting} = off")
     for _ in range(repeats):
-        start = time.monotonic()
+        start, before = time.monotonic(), engine.cpu_seconds(connection)
         found = len(connection.execute(statement).fetchall())
-        seconds.append(time.monotonic() - start)
+        scans.append(Scan(time.monotonic() - start, engine.cpu_seconds(connection) - before, found))
     connection.close()
-    return median(seconds), found
+    return median_low(scans)
 
 
 def spoil(database: Database, every: int) -> int:

@@ -42,7 +42,10 @@ def plans_postgresql(database: Database, rows: Rows) -> list[str]:
     lines: list[str] = []
 
     def keep(notice: psycopg.errors.Diagnostic) -> None:
-        lines.append(notice.message_primary or "")
+        plan = notice.message_primary or ""
+        # Those of foreign keys.
+        if "SELECT 1 FROM ONLY" not in plan:
+            lines.append(plan)
 
     parameters = {
         "instance": instance_id(rows.attached, 0),
@@ -50,18 +53,14 @@ def plans_postgresql(database: Database, rows: Rows) -> list[str]:
     } | sqlite.constants(database, ASSIGN_TERMINATE, rows)
     with postgresql.connect(database) as connection:
         work(connection, parameters)
-        for setting in (
-            "auto_explain.log_min_duration = 0",
-            "auto_explain.log_analyze = on",
-            "auto_explain.log_buffers = on",
-            "auto_explain.log_nested_statements = on",
-            "auto_explain.log_triggers = on",
-            "auto_explain.log_parameter_max_length = 0",
-            "client_min_messages = log",
-        ):
-            if setting.startswith("auto_explain.log_min"):
-                connection.execute("LOAD 'auto_explain'")
-            connection.execute(f"SET {setting}")
+        connection.execute("LOAD 'auto_explain'")
+        for setting in ("log_analyze", "log_buffers", "log_nested_statements", "log_triggers"):
+            connection.execute(f"SET auto_explain.{setting} = on")
+        if connection.info.server_version >= 160000:
+            # Parameters are as long as the rows.
+            connection.execute("SET auto_explain.log_parameter_max_length = 0")
+        connection.execute("SET client_min_messages = log")
+        connection.execute("SET auto_explain.log_min_duration = 0")
         connection.add_notice_handler(keep)
         work(connection, parameters)
     return lines

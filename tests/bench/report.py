@@ -13,6 +13,8 @@ from support import Database
 from bench import postgresql
 from bench.measure import BASELINE, Line
 
+MEASURES = ("seconds", "cpu_seconds")
+
 
 def say(*what: object) -> None:
     """What goes on, for who waits."""
@@ -62,6 +64,20 @@ def ratios(lines: Sequence[Line], kinds: Sequence[str]) -> None:
                 ]
             )
     table(head, body)
+
+
+def flatness(lines: Sequence[Line], few: int, many: int) -> None:
+    """Cost of the same work with many jobs attached beside few: from the ratios to no triggers, each of one time."""
+    found = {line.work: line for line in lines}
+    body = []
+    for work, line in found.items():
+        other = found.get(work.replace(f" {few} attached", f" {many} attached"))
+        if other not in (None, line):
+            cells = [
+                line.ratios("ours", measure)[1] / other.ratios("ours", measure)[1] for measure in MEASURES
+            ]
+            body.append([work, *(f"{cell:.2f}" for cell in cells)])
+    table([f"ours, {many} attached beside {few}: cost; target 1.20", "clock", "CPU"], body)
 
 
 def costs(line: Line, pairs: Sequence[tuple[str, str]]) -> None:

@@ -91,6 +91,7 @@ FIRST_AND_LAST_JOB = Work(
     "assign + terminate of the only job",
     ((ASSIGN_IDLE_INSTANCE, ASSIGN_JOB), *_LOCKS, (TERMINATE_JOB, TERMINATE_INSTANCE_IDLE)),
 )
+WORKS = (HEARTBEATS, FOUR_STATEMENTS, ASSIGN_TERMINATE, WHOLE_LIFE, FIRST_AND_LAST_JOB)
 
 
 def with_parameters(statement: str, replace: Callable[[str], str]) -> str:

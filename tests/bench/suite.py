@@ -5,15 +5,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 from conftest import Databases
 from support import Database
 
 from bench import deploy, explain, postgresql, report, sqlite, variants
-from bench.data import Rows, fill
+from bench.data import Rows, fill, seed
 from bench.measure import Line, Run, alternate
-from bench.statements import ASSIGN_TERMINATE, FIRST_AND_LAST_JOB, FOUR_STATEMENTS, HEARTBEATS, WHOLE_LIFE, Work
+from bench.statements import (
+    ASSIGN_TERMINATE,
+    FIRST_AND_LAST_JOB,
+    FOUR_STATEMENTS,
+    HEARTBEATS,
+    WHOLE_LIFE,
+    Work,
+)
 
 # "again" is none a second time: what its ratio differs from 1 is the noise of the machine.
 KINDS = ("none", "again", "ours", "delta", "naive")
@@ -98,12 +106,22 @@ def run(databases: Databases, sizes: Sizes) -> list[Line]:
     with ExitStack() as stack:
         # Before there is any thread, as they are forks.
         clients = [stack.enter_context(closing(postgresql.Clients(number))) for number in (4, 16)]
-        report.machine(databases.make("postgresql", "bare"))
-        lines = on_postgresql(databases, sizes, clients) + on_sqlite(databases, sizes)
-        for dialect in ("postgresql", "sqlite"):
-            lines.append(with_history(databases, dialect, sizes))
+        seeded = {dialect: databases.make(dialect, "bare") for dialect in ("postgresql", "sqlite")}
+        report.machine(seeded["postgresql"])
+        for database in seeded.values():
+            seed(database)
+        lines = on_postgresql(databases, seeded["postgresql"], sizes, clients)
+        lines += on_sqlite(databases, seeded["sqlite"], sizes)
+        for database in seeded.values():
+            lines.append(with_history(databases, database, sizes))
     print(f"\n{time.monotonic() - began:.0f} s in all")
     return lines
+
+
+def timed(work: Callable[[], object]) -> float:
+    start = time.monotonic()
+    work()
+    return time.monotonic() - start
 
 
 def copies(base: Database, databases: Databases, kinds: Sequence[str]) -> dict[str, Database]:
@@ -113,8 +131,10 @@ def copies(base: Database, databases: Databases, kinds: Sequence[str]) -> dict[s
     return made
 
 
-def on_postgresql(databases: Databases, sizes: Sizes, clients: Sequence[postgresql.Clients]) -> list[Line]:
-    base = databases.make("postgresql", "bare")
+def on_postgresql(
+    databases: Databases, seeded: Database, sizes: Sizes, clients: Sequence[postgresql.Clients]
+) -> list[Line]:
+    base = databases.copy(seeded)
     free = fill(base, dict.fromkeys((0, FEW, MANY), sizes.instances), sizes.history)
     made = copies(base, databases, (*KINDS, "reconciler"))
     without_reconciler = {kind: made[kind] for kind in KINDS}
@@ -163,6 +183,9 @@ def on_postgresql(databases: Databases, sizes: Sizes, clients: Sequence[postgres
     lines.append(alternate(name, "0.50", without_reconciler, sizes.bulk_rounds, run_bulk, clear))
     print("\nPostgreSQL: throughput beside that without triggers, median (quartiles)")
     report.ratios(lines, (*KINDS[1:], "reconciler"))
+    report.flatness(lines, FEW, MANY)
+    seconds = [timed(lambda: connections["again"].execute(postgresql.RECONCILE)) for _ in range(3)]
+    print(f"\nOne pass of the reconciler: {median(seconds) * 1e3:.0f} ms")
     print("\nWhat limits it, on PostgreSQL (with track_functions, which costs some itself)")
     for attached in (FEW, MANY):
         rows = Rows(attached, sizes.instances, free)
@@ -173,8 +196,8 @@ def on_postgresql(databases: Databases, sizes: Sizes, clients: Sequence[postgres
     return lines
 
 
-def on_sqlite(databases: Databases, sizes: Sizes) -> list[Line]:
-    base = databases.make("sqlite", "bare")
+def on_sqlite(databases: Databases, seeded: Database, sizes: Sizes) -> list[Line]:
+    base = databases.copy(seeded)
     free = fill(base, dict.fromkeys((0, FEW, MANY), sizes.instances), sizes.history)
     made = copies(base, databases, KINDS)
     connections = {kind: sqlite.connect(database) for kind, database in made.items()}
@@ -212,6 +235,11 @@ def on_sqlite(databases: Databases, sizes: Sizes) -> list[Line]:
     lines.append(alternate(name, "0.50", made, sizes.bulk_rounds, run_bulk, clear))
     print("\nSQLite, in process: throughput beside that without triggers, median (quartiles)")
     report.ratios(lines, KINDS[1:])
+    report.flatness(lines, FEW, MANY)
+    seconds = [timed(lambda: connections["again"].execute(sqlite.RECONCILE)) for _ in range(3)]
+    print(
+        f"\nOne pass of an external reconciler: {median(seconds) * 1e3:.0f} ms, during which nobody else writes"
+    )
     print("\nThe plan of the sums on SQLite, from the drift report")
     print("\n".join(explain.plan_sqlite(made["ours"])))
     for connection in connections.values():
@@ -219,11 +247,12 @@ def on_sqlite(databases: Databases, sizes: Sizes) -> list[Line]:
     return lines
 
 
-def with_history(databases: Databases, dialect: str, sizes: Sizes) -> Line:
+def with_history(databases: Databases, seeded: Database, sizes: Sizes) -> Line:
     """A deploy on few jobs and on many, and then the same work on both."""
     few, many = sizes.histories
     others = sizes.deploy_instances - sizes.instances
-    small, big = databases.make(dialect, "bare"), databases.make(dialect, "bare")
+    dialect = seeded.dialect
+    small, big = databases.copy(seeded), databases.copy(seeded)
     report.say(f"{dialect}: filling {few} and {many} jobs")
     free = {small: fill(small, {FEW: sizes.instances}, few)}
     free[big] = fill(big, {FEW: sizes.instances, 1: others}, many - FEW * sizes.instances - others)
@@ -286,8 +315,9 @@ def deploys(
         return [name, *(f"{figure:.{digits}f}" for figure in figures)]
 
     scans = [deploy.scan(database, 3) for database in bare]
-    yield row("instances with jobs attached", (instances for _, instances in scans), 0)
-    yield row("one sequential scan with the aggregate, s", (seconds for seconds, _ in scans))
+    yield row("instances with jobs attached", (found.instances for found in scans), 0)
+    yield row("one sequential scan with the aggregate, s", (found.seconds for found in scans))
+    yield row("its CPU time, s", (found.cpu_seconds for found in scans))
     wrong = [deploy.spoil(database, sizes.wrong_every) for database in ours]
     first = [deploy.upgrade(database) for database in ours]
     for database in ours:

@@ -125,15 +125,15 @@ def install(database: Database, kind: str) -> None:
     """Put the triggers of that kind on; there are none for "none", "again" and "reconciler"."""
     if kind == "ours":
         database.upgrade()
-        _check_on(database)
+        check_on(database)
     for statement in STATEMENTS.get((database.dialect, kind), ()):
         # Without SQLAlchemy, which would take % for a parameter.
         engine = postgresql if database.dialect == "postgresql" else sqlite
         engine.connect(database).execute(statement)
 
 
-def _check_on(database: Database) -> None:
-    # With work done right, right counters do not tell whether the triggers are there.
+def check_on(database: Database) -> None:
+    """Ours undoes a wrong number; right counters alone, after work done right, do not tell that it is there."""
     with database.begin() as connection:
         connection.exec_driver_sql("UPDATE instances SET busy_blocks = busy_blocks + 1")
     database.check_right()
