@@ -40,11 +40,14 @@ def functions(database: Database, rows: Rows, cycles: int) -> list[str]:
 def plans_postgresql(database: Database, rows: Rows) -> list[str]:
     """Plans of an assign + terminate, those of statements inside the triggers too, by auto_explain."""
     lines: list[str] = []
+    foreign_keys = 0
 
     def keep(notice: psycopg.errors.Diagnostic) -> None:
+        nonlocal foreign_keys
         plan = notice.message_primary or ""
-        # Those of foreign keys.
-        if "SELECT 1 FROM ONLY" not in plan:
+        if "SELECT 1 FROM ONLY" in plan:
+            foreign_keys += 1
+        else:
             lines.append(plan)
 
     parameters = {
@@ -63,7 +66,7 @@ def plans_postgresql(database: Database, rows: Rows) -> list[str]:
         connection.execute("SET auto_explain.log_min_duration = 0")
         connection.add_notice_handler(keep)
         work(connection, parameters)
-    return lines
+    return [*lines, f"and {foreign_keys} checks of foreign keys"]
 
 
 def work(connection: Connection, parameters: dict[str, Any]) -> None:

@@ -34,8 +34,8 @@ SERVER_LOOPS: tuple[tuple[Work, int, str], ...] = (
     (ASSIGN_TERMINATE, MANY, "0.55"),
     (FOUR_STATEMENTS, FEW, "0.55"),
     (FOUR_STATEMENTS, MANY, "0.55"),
-    (WHOLE_LIFE, FEW, "none"),
-    (FIRST_AND_LAST_JOB, 0, "none"),
+    (WHOLE_LIFE, FEW, ""),
+    (FIRST_AND_LAST_JOB, 0, ""),
 )
 SQLITE_LOOPS: tuple[tuple[Work, int, str], ...] = (
     (HEARTBEATS, FEW, "0.99"),
@@ -43,8 +43,8 @@ SQLITE_LOOPS: tuple[tuple[Work, int, str], ...] = (
     (ASSIGN_TERMINATE, MANY, "0.50"),
     (FOUR_STATEMENTS, FEW, "0.50"),
     (FOUR_STATEMENTS, MANY, "0.50"),
-    (WHOLE_LIFE, FEW, "none"),
-    (FIRST_AND_LAST_JOB, 0, "none"),
+    (WHOLE_LIFE, FEW, ""),
+    (FIRST_AND_LAST_JOB, 0, ""),
 )
 # Clients, jobs attached, whether all work on one instance.
 CLIENTS: tuple[tuple[int, int, bool, str], ...] = (
