@@ -54,8 +54,8 @@ def test_loops(databases: Databases, seeded: Database, capsys: pytest.CaptureFix
     if seeded.dialect == "sqlite":
         check(suite.on_sqlite(databases, seeded, suite.SMOKE))
         return
-    with closing(postgresql.Clients(4)) as four, closing(postgresql.Clients(16)) as sixteen:
-        check(suite.on_postgresql(databases, seeded, suite.SMOKE, [four, sixteen]))
+    with closing(postgresql.Clients(4)) as clients:
+        check(suite.on_postgresql(databases, seeded, suite.SMOKE, [clients]))
     # The plan of a statement inside the triggers.
     assert "Query Text: UPDATE instances" in capsys.readouterr().out
 
@@ -72,7 +72,7 @@ def check(lines: list[Line]) -> None:
         sent = [statement.split()[1] for transaction in work.transactions for statement in transaction]
         assert rows[0] == cycles * sent.count("jobs"), line.work
         # Of clients that take the lock from each other, the last UPDATE finds no row, as with dstack.
-        assert rows[1] == cycles * sent.count("instances") or line.work.startswith(("4 ", "16 ")), line.work
+        assert rows[1] == cycles * sent.count("instances") or line.work.startswith("4 clients"), line.work
 
 
 def test_deploy_beside_a_writer(databases: Databases, seeded: Database) -> None:

@@ -4,7 +4,7 @@ import os
 import platform
 import sqlite3
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,11 +21,11 @@ def say(*what: object) -> None:
     print(*what, file=sys.stderr, flush=True)
 
 
-def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> None:
+def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> None:
+    """Print each row when it is there."""
     print("\n| " + " | ".join(head) + " |\n|" + " --- |" * len(head))
     for cells in body:
-        print("| " + " | ".join(cells) + " |")
-    sys.stdout.flush()
+        print("| " + " | ".join(cells) + " |", flush=True)
 
 
 def ratio(line: Line, kind: str, measure: str, baseline: str = BASELINE) -> str:

@@ -46,13 +46,11 @@ SQLITE_LOOPS: tuple[tuple[Work, int, str], ...] = (
     (WHOLE_LIFE, FEW, ""),
     (FIRST_AND_LAST_JOB, 0, ""),
 )
-# Clients, jobs attached, whether all work on one instance.
-CLIENTS: tuple[tuple[int, int, bool, str], ...] = (
-    (4, FEW, False, "0.95"),
-    (4, MANY, False, "0.90"),
-    (16, FEW, True, "0.95"),
-    (16, FEW, False, "0.95"),
-)
+# By the number of clients: jobs attached, whether all work on one instance, target.
+CLIENTS: dict[int, tuple[tuple[int, bool, str], ...]] = {
+    4: ((FEW, False, "0.95"), (MANY, False, "0.90")),
+    16: ((FEW, True, "0.95"), (FEW, False, "0.95")),
+}
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ def run(databases: Databases, sizes: Sizes) -> list[Line]:
     began = time.monotonic()
     with ExitStack() as stack:
         # Before there is any thread, as they are forks.
-        clients = [stack.enter_context(closing(postgresql.Clients(number))) for number in (4, 16)]
+        clients = [stack.enter_context(closing(postgresql.Clients(number))) for number in CLIENTS]
         seeded = {dialect: databases.make(dialect, "bare") for dialect in ("postgresql", "sqlite")}
         report.machine(seeded["postgresql"])
         for database in seeded.values():
@@ -155,22 +153,21 @@ def on_postgresql(
         name = f"in the server: {work.name}, {attached} attached"
         report.say(name)
         lines.append(alternate(name, target, without_reconciler, sizes.rounds, run_loop, clear))
-    for processes, attached, hot, target in CLIENTS:
+    for process, (attached, hot, target) in (
+        (each, line) for each in clients for line in CLIENTS[each.number]
+    ):
         rows = Rows(attached, 1 if hot else sizes.instances, free)
-        number_of = {process.number: process for process in clients}
         for kind in set(made) - {"ours"}:
             connections[kind].execute(postgresql.RECONCILE)
 
         def run_clients(
-            kind: str, number: int, rows: Rows = rows, client: postgresql.Clients = number_of[processes]
+            kind: str, number: int, rows: Rows = rows, process: postgresql.Clients = process
         ) -> Run:
             reconciler = postgresql.reconciling(made[kind]) if kind == "reconciler" else nullcontext()
             with reconciler:
-                return client.run(made[kind], ASSIGN_TERMINATE, rows, sizes.client_cycles, number)
+                return process.run(made[kind], ASSIGN_TERMINATE, rows, sizes.client_cycles, number)
 
-        name = (
-            f"{processes} clients: {ASSIGN_TERMINATE.name}, {attached} attached, {rows.instances} instance(s)"
-        )
+        name = f"{process.number} clients: {ASSIGN_TERMINATE.name}, {attached} attached, {rows.instances} instance(s)"
         report.say(name)
         lines.append(alternate(name, target, made, sizes.client_rounds, run_clients, clear))
     rows = Rows(0, sizes.instances, free[: sizes.bulk])
@@ -261,7 +258,7 @@ def with_history(databases: Databases, seeded: Database, sizes: Sizes) -> Line:
     print(f"\n{dialect}: a deploy; one in {sizes.wrong_every} counters wrong before it, all right after it")
     report.table(
         ["", *(f"{name} jobs" for name in (few, many))],
-        list(deploys(databases, (small, big), (small_ours, big_ours), free, sizes)),
+        deploys(databases, (small, big), (small_ours, big_ours), free, sizes),
     )
     made = {"none": small, "ours": small_ours, "none, more": big, "ours, more": big_ours}
     runs: dict[str, Callable[[int], Run]] = {}
@@ -326,11 +323,12 @@ def deploys(
     yield row("counters that the backfill corrects", wrong, 0)
     yield row("`alembic upgrade head`, s", (process.seconds for process in first))
     yield row("the same with nothing to do, s", (process.seconds for process in again))
-    start = again[0].seconds
-    ratios = [(process.seconds - start) / seconds for process, (seconds, _) in zip(first, scans, strict=True)]
-    yield row(
-        "the first, less the start of Python (nothing to do on few jobs), beside the scan: target 2", ratios
-    )
+    # Nothing to do on few jobs is the start of Python and the import of dstack.
+    for name, measure in (("", "seconds"), (", CPU time", "cpu_seconds")):
+        start = getattr(again[0], measure)
+        pairs = zip(first, scans, strict=True)
+        ratios = [(getattr(process, measure) - start) / getattr(found, measure) for process, found in pairs]
+        yield row(f"the first, less nothing to do on few jobs, beside the scan{name}: target 2", ratios)
     yield row("memory of `alembic upgrade head`, MB", (process.memory for process in first), 0)
     if ours[0].dialect == "postgresql":
         yield row("memory of its backend, MB", (process.server_memory for process in first), 0)
