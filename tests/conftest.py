@@ -23,8 +23,8 @@ from sqlalchemy import URL, make_url
 from support import Database
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[Callable[[], URL]]:
+@contextmanager
+def running_server() -> Iterator[Callable[[], URL]]:
     """Gives the URL of a running PostgreSQL, which the first call starts."""
     started: list[URL] = []
 
@@ -52,6 +52,12 @@ def embedded() -> Iterator[URL]:
     yield make_url(postgres.get_uri())
     postgres.cleanup()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Callable[[], URL]]:
+    with running_server() as start:
+        yield start
 
 
 def migrate(url: str, python: str = sys.executable) -> None:

@@ -139,7 +139,9 @@ def truth(connection: Connection) -> dict[str, int]:
         result[as_hex(row.id)] = 0
         if row.status == "PENDING":
             pending.add(as_hex(row.id))
-    for row in connection.execute(text("SELECT instance_id, job_runtime_data FROM jobs")):
+    for row in connection.execute(
+        text("SELECT instance_id, job_runtime_data FROM jobs WHERE instance_id IS NOT NULL")
+    ):
         instance = as_hex(row.instance_id)
         if instance in result and instance not in pending:
             result[instance] += blocks_of_job(row.job_runtime_data)
