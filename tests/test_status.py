@@ -218,3 +218,18 @@ def test_the_idle_time_out_of_the_real_pipeline(databases: Any, dialect: str) ->
         assert result.returncode == 0, result.stderr
         seen[kind] = json.loads(result.stdout.splitlines()[-1])
     assert seen == {"bare": ["BUSY", "BUSY"], "protected": ["IDLE", "TERMINATING"]}
+
+
+def test_another_id(protected: Database) -> None:
+    """The jobs stay with the old id, where foreign keys are off; found by tests/test_model.py."""
+    instance, job = add(protected)
+    with protected.begin() as connection:
+        attach(connection, job, instance)
+    with protected.engine.connect() as connection:
+        if protected.dialect == "sqlite":
+            connection.exec_driver_sql("PRAGMA foreign_keys=OFF")
+        else:
+            run_sql(connection, "ALTER TABLE jobs DROP CONSTRAINT fk_jobs_instance_id_instances")
+        run_sql(connection, "UPDATE instances SET id = :new WHERE id = :old", new="e" * 32, old=instance)
+        connection.commit()
+    assert status(protected, "e" * 32) == "IDLE"

@@ -3,7 +3,7 @@
 -- Locks:  nothing new at run time; SHARE ROW EXCLUSIVE on instances while it is created.
 -- Costs:  one call at commit for each statement that names one of the columns and leaves the instance so.
 CREATE CONSTRAINT TRIGGER busy_blocks_instances_write_status
-AFTER INSERT OR UPDATE OF busy_blocks, status ON instances
+AFTER INSERT OR UPDATE OF id, busy_blocks, status ON instances
 DEFERRABLE INITIALLY DEFERRED
 FOR EACH ROW
 WHEN (new.status = 'IDLE' OR new.busy_blocks = 0)

@@ -7,7 +7,7 @@
 -- Costs:  one look for an attached job per statement and instance that sets one of the columns, and one
 --         write where the status is wrong.
 CREATE TRIGGER busy_blocks_instances_status_update
-AFTER UPDATE OF busy_blocks, status ON instances
+AFTER UPDATE OF id, busy_blocks, status ON instances
 WHEN
     new.status = CASE
         WHEN EXISTS (
