@@ -271,8 +271,10 @@ def _is_function(row: Row[Any], statement: str) -> bool:
 
 
 def _comparable(definition: str) -> str:
-    # The server gives a definition back with schema names, parentheses and casts of its own.
+    # The server gives a definition back with schema names, parentheses and casts of its own; the status is an
+    # enum in the older releases of dstack, text later.
     definition = without_header(definition).lower()
-    definition = definition.replace(" concurrently", "").replace("::text", "")
+    definition = definition.replace(" concurrently", "")
+    definition = re.sub(r"::\w+", "", definition)
     definition = re.sub(r'\b(on|function) (?:\w+|"(?:[^"]|"")+")\.', r"\1 ", definition)
     return " ".join(re.sub(r"[()\s]+", " ", definition).split())

@@ -6,7 +6,7 @@
 -- Costs:  that of status_drift.sql, and two UPDATEs per row that it corrects.
 UPDATE instances
 SET status = status
-WHERE status = CASE
+WHERE status::text = CASE
     WHEN EXISTS (
         SELECT 1 FROM jobs
         WHERE jobs.instance_id = instances.id

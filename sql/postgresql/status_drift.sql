@@ -7,7 +7,7 @@ WITH derived AS (
     SELECT
         instances.name,
         instances.id,
-        instances.status AS is_now,
+        instances.status::text AS is_now,
         CASE
             WHEN EXISTS (
                 SELECT 1 FROM jobs
