@@ -219,15 +219,15 @@ def _repair(connection: Connection, wait: float) -> None:
     dstack.check_schema(connection)
     target = _target()
     broken = _broken(connection, target)
-    is_at_head = _current(connection) == {target}
-    if is_at_head and connection.dialect.name == "postgresql" and set(broken) == {objects.POSTGRESQL_INDEX}:
+    is_at_target = _current(connection) == {target}
+    if is_at_target and connection.dialect.name == "postgresql" and set(broken) == {objects.POSTGRESQL_INDEX}:
         database.retry(connection, wait, lambda: _build_index(connection))
         broken = {}
-    if is_at_head and not broken:
+    if is_at_target and not broken:
         nothing = database.retry(connection, wait, lambda: _correct(connection, target)) == 0
         log.info("The triggers are installed and every counter is right%s", ": nothing to do" * nothing)
         return
-    if is_at_head:
+    if is_at_target:
         for name, state in broken.items():
             log.warning("%s is %s: installing all objects anew", name, state)
     _take_off(connection, wait)
@@ -250,7 +250,8 @@ def _build_index(connection: Connection) -> None:
 
 
 def _take_off(connection: Connection, wait: float, drops_version_table: bool = False) -> None:
-    states = objects.states(connection, context.script.get_current_head() or "")
+    head = context.script.get_current_head() or ""
+    states = objects.states(connection, head)
     has_version_table = inspect(connection).has_table(VERSION_TABLE, schema=objects.schema(connection))
     connection.commit()
     dialect = connection.dialect.name
@@ -260,7 +261,7 @@ def _take_off(connection: Connection, wait: float, drops_version_table: bool = F
 
     def work() -> None:
         objects.begin(dialect, execute)
-        for statement in objects.strays(connection, "").values():
+        for statement in objects.strays(connection, head).values():
             execute(statement)
         objects.remove_all(dialect, execute)
         if has_version_table:
