@@ -228,6 +228,23 @@ def test_sums_are_not_taken_from_a_snapshot_older_than_the_wait(protected: Datab
     protected.check_right()
 
 
+def test_several_jobs_moved_at_once_after_set_constraints_immediate(protected: Database) -> None:
+    """The status that the first job changes must not be a reason to sum jobs that are still to be counted.
+
+    Found by the model: 2 jobs were counted twice.
+    """
+    with protected.begin() as connection:
+        owner = add_project(connection)
+        one, two = (add_instance(connection, owner, status="IDLE") for _ in range(2))
+        for _ in range(3):
+            add_job(connection, owner, one)
+    with protected.begin() as connection:
+        connection.execute(text("SET CONSTRAINTS ALL IMMEDIATE"))
+        run_sql(connection, "UPDATE jobs SET instance_id = :two WHERE instance_id = :one", one=one, two=two)
+        assert counters(connection) == {one: 0, two: 3}
+    protected.check_right()
+
+
 def test_a_trigger_of_somebody_elses_cannot_use_our_right_to_write(protected: Database) -> None:
     with protected.begin() as connection:
         owner = add_project(connection)

@@ -9,7 +9,8 @@
 --
 -- The sum has what the transaction did to jobs already, so what is noted for this instance must not be
 -- added once more. At commit all of it is noted; after SET CONSTRAINTS ALL IMMEDIATE, in the middle of
--- a statement that also moves jobs of the instance, it need not be.
+-- a statement that also moves jobs of the instance, it need not be: hence no sum for the status that
+-- busy_blocks_status writes.
 CREATE FUNCTION busy_blocks_recompute() RETURNS trigger
 LANGUAGE plpgsql
 SET search_path FROM CURRENT
@@ -19,6 +20,9 @@ DECLARE
     blocks integer;
     writer_before text := coalesce(current_setting('busy_blocks.writer', true), '');
 BEGIN
+    IF writer_before = new.id::text THEN
+        RETURN NULL;
+    END IF;
     -- The row as it is now, which may be a later one than new.
     blocks := (
         SELECT

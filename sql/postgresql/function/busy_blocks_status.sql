@@ -14,6 +14,7 @@ AS $$
 DECLARE
     status text;
     is_attached boolean;
+    writer_before text := coalesce(current_setting('busy_blocks.writer', true), '');
 BEGIN
     SELECT
         instances.status,
@@ -21,12 +22,16 @@ BEGIN
     INTO own.status, own.is_attached
     FROM instances
     WHERE instances.id = new.id;
-    IF own.status = 'IDLE' AND own.is_attached THEN
-        UPDATE instances SET status = 'BUSY' WHERE instances.id = new.id;
-    ELSIF own.status = 'BUSY' AND NOT own.is_attached THEN
-        UPDATE instances
-        SET status = 'IDLE', last_job_processed_at = timezone('UTC', clock_timestamp())
-        WHERE instances.id = new.id;
+    IF own.status = (CASE WHEN own.is_attached THEN 'IDLE' ELSE 'BUSY' END) THEN
+        PERFORM set_config('busy_blocks.writer', new.id::text, true);
+        IF own.is_attached THEN
+            UPDATE instances SET status = 'BUSY' WHERE instances.id = new.id;
+        ELSE
+            UPDATE instances
+            SET status = 'IDLE', last_job_processed_at = timezone('UTC', clock_timestamp())
+            WHERE instances.id = new.id;
+        END IF;
+        PERFORM set_config('busy_blocks.writer', writer_before, true);
     END IF;
     RETURN NULL;
 END
