@@ -22,8 +22,7 @@ BEGIN
         RETURN NULL;
     END IF;
     pending := busy_blocks_noted(pending, new.id, coalesce(old.busy_blocks, 0) - new.busy_blocks::bigint);
-    pending := set_config('busy_blocks.pending', pending, true);
-    IF length(pending) > 48000 THEN
+    IF length(set_config('busy_blocks.pending', pending, true)) > 48000 THEN
         PERFORM busy_blocks_write();
     END IF;
     IF new.status = 'PENDING' THEN

@@ -14,7 +14,7 @@ DECLARE
     pending text := coalesce(current_setting('busy_blocks.pending', true), '');
     blocks integer;
 BEGIN
-    -- Few expressions, as each is prepared again in every transaction: hence the assignment of set_config().
+    -- Few expressions, as each is prepared again in every transaction.
     IF old.instance_id IS NOT NULL THEN
         blocks := coalesce(busy_blocks_of_job(old.job_runtime_data), 1);
         pending := busy_blocks_noted(pending, old.instance_id, -blocks);
@@ -23,8 +23,7 @@ BEGIN
         blocks := coalesce(busy_blocks_of_job(new.job_runtime_data), 1);
         pending := busy_blocks_noted(pending, new.instance_id, blocks);
     END IF;
-    pending := set_config('busy_blocks.pending', pending, true);
-    IF length(pending) > 48000 THEN
+    IF length(set_config('busy_blocks.pending', pending, true)) > 48000 THEN
         PERFORM busy_blocks_write();
     END IF;
     RETURN NULL;

@@ -17,17 +17,8 @@ AS $$
 DECLARE
     blocks text;
 BEGIN
-    IF job_runtime_data IS NULL THEN
-        RETURN 1;
-    END IF;
-    blocks := job_runtime_data::json #> '{offer,blocks}';
-    IF blocks IS NULL THEN
-        RETURN 1;
-    END IF;
-    IF blocks ~ '^(-?0|[1-9][0-9]{0,5})$' THEN
-        RETURN blocks::integer;
-    END IF;
-    RETURN NULL;
+    blocks := (job_runtime_data::json #> '{offer,blocks}')::text;
+    RETURN CASE WHEN blocks IS NULL THEN 1 WHEN blocks ~ '^(-?0|[1-9][0-9]{0,5})$' THEN blocks::integer END;
 EXCEPTION
     WHEN OTHERS THEN
         RETURN NULL;
