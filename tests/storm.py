@@ -1,11 +1,12 @@
 """A storm of real dstack pipelines on one database; a script, run by the python of any dstack release.
 
-    DSTACK_DATABASE_URL=... python storm.py teardown|assign ROUNDS
+    DSTACK_DATABASE_URL=... python storm.py teardown|assign ROUNDS PROCESSES
 
 The pipelines, their fetchers, workers and heartbeats are dstack's own, unmodified, and so is every statement
 that reaches the database while they run. Replaced is one thing: the call over SSH that has a host's shim
-stop a container. Each round has a project, a fleet and instances of its own; the last line of the output
-says in JSON what the rounds did.
+stop a container. All PROCESSES run the pipelines, as several servers on one database do; the first one makes
+the rows, too. Each round has a project, a fleet and instances of its own; the last line of the output says in
+JSON what the rounds did.
 
 - teardown: jobs of several blocks, attached to few instances, all terminating at once.
 - assign: jobs that wait for an instance are assigned by one pipeline while the other one detaches jobs
@@ -15,10 +16,12 @@ says in JSON what the rounds did.
 import asyncio
 import json
 import random
+import subprocess
 import sys
+import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -227,8 +230,31 @@ async def run_round(kind: str) -> Round:
     return added
 
 
-async def storm(kind: str, rounds: int) -> dict[str, int]:
+@contextmanager
+def server(kind: str) -> Iterator[None]:
+    """One more process that runs the pipelines."""
+    process = subprocess.Popen(
+        [sys.executable, __file__, "serve", kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    yield
+    process.communicate()
+    assert process.returncode == 0
+
+
+async def serve(kind: str) -> None:
+    """Until the standard input ends."""
     stub_shim()
+    async with running(kind):
+        print("ready", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+    await get_db().engine.dispose()
+
+
+async def storm(kind: str, rounds: int) -> dict[str, float]:
+    stub_shim()
+    began = time.monotonic()
     jobs: list[uuid.UUID] = []
     submitted: list[uuid.UUID] = []
     for _ in range(rounds):
@@ -237,6 +263,7 @@ async def storm(kind: str, rounds: int) -> dict[str, int]:
         submitted += added.submitted
     was_attached = JobModel.used_instance_id.is_not(None)
     result = {
+        "seconds": time.monotonic() - began,
         "jobs": len(jobs),
         "attached_by_pipeline": await count_jobs(submitted, was_attached),
         "detached_by_pipeline": await count_jobs(jobs, was_attached, JobModel.instance_id.is_(None)),
@@ -246,5 +273,17 @@ async def storm(kind: str, rounds: int) -> dict[str, int]:
     return result
 
 
+def main() -> None:
+    if sys.argv[1] == "serve":
+        asyncio.run(serve(sys.argv[2]))
+        return
+    kind, rounds, processes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    with ExitStack() as servers:
+        for _ in range(processes - 1):
+            servers.enter_context(server(kind))
+        did = asyncio.run(storm(kind, rounds))
+    print(json.dumps(did))
+
+
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(storm(sys.argv[1], int(sys.argv[2])))))
+    main()
