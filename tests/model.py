@@ -114,6 +114,8 @@ class Model:
     replica: bool = False  # session_replication_role
     disabled: bool = False  # the triggers are off
     immediate: bool = False  # SET CONSTRAINTS ALL IMMEDIATE
+    # Instances whose counter may be written by the deferred triggers that wait.
+    waiting: set[Id] = field(default_factory=set)
 
     def copy(self) -> "Model":
         return replace(
@@ -123,10 +125,19 @@ class Model:
             instances=self.instances.copy(),
             jobs=self.jobs.copy(),
             doubt=self.doubt.copy(),
+            waiting=self.waiting.copy(),
         )
 
     def committed(self) -> "Model":
+        self.fired()
         return replace(self, immediate=False)
+
+    def fired(self) -> None:
+        """The deferred triggers have fired; what they write fires none while triggers are off."""
+        if not self.firing:
+            for instance in self.waiting & self.instances.keys():
+                self.doubt.setdefault(instance, None)
+        self.waiting.clear()
 
     @property
     def firing(self) -> bool:
@@ -165,7 +176,9 @@ class Model:
             # "The next change of that instance corrects it."
             for instance in concerned:
                 self.doubt.pop(instance, None)
-        elif not fires:
+        elif fires:
+            self.waiting |= concerned
+        else:
             for instance in concerned & self.instances.keys():
                 if not silent:
                     self.doubt[instance] = None
@@ -188,13 +201,17 @@ class Model:
     def insert_instance(self, id: Id, row: Instance) -> None:
         self.doubt.pop(id, None)
         self.instances[id] = row
-        if not self.firing:
+        if self.firing:
+            self.waiting.add(id)
+        else:
             self.doubt[id] = None
 
     def change_instance(self, id: Id, row: Instance, status: bool = False, busy_blocks: bool = False) -> None:
         """Update one instance; `status` and `busy_blocks` say which columns the statement names."""
         self.instances[id] = row
         if self.firing:
+            if status or busy_blocks:
+                self.waiting.add(id)
             if status or (busy_blocks and self.dialect == "sqlite"):
                 self.doubt.pop(id, None)
         elif busy_blocks or status:

@@ -539,6 +539,8 @@ def copy_jobs(m: Machine, a: int, b: int, c: int, d: int, e: int) -> None:
 def set_constraints(m: Machine, a: int, b: int, c: int, d: int, e: int) -> None:
     after = m.model.copy()
     after.immediate = bool(a % 3)
+    if after.immediate:
+        after.fired()
     m.begin()
     m.statement(f"SET CONSTRAINTS ALL {'IMMEDIATE' if after.immediate else 'DEFERRED'}", [], after)
 
