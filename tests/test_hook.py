@@ -417,6 +417,26 @@ def test_a_mounted_folder_is_a_location(empty: Database, tmp_path: Path) -> None
     assert list(mounted.rglob("__pycache__")) == []
 
 
+def test_triggers_of_a_newer_release_of_this_package_stay(protected: Database) -> None:
+    """In a rolling deploy, an older server that starts last must not put its own in their place."""
+    with protected.begin() as connection:
+        connection.execute(text("UPDATE busy_blocks_alembic_version SET version_num = '9999'"))
+        connection.exec_driver_sql(
+            "DROP TRIGGER busy_blocks_jobs_insert" + " ON jobs" * (protected.dialect == "postgresql")
+        )
+    before = schema_of(protected)
+    assert "newer release of this package, revision 9999" in protected.upgrade()
+    hook = start(protected)
+    assert hook.returncode == 0, hook.stderr
+    assert "newer release of this package, revision 9999" in hook.stderr
+    assert schema_of(protected) == before
+    check = protected.alembic("check")
+    assert "busy_blocks_jobs_insert is missing; revision is 9999" in check.stderr
+    assert check.returncode == 1
+    assert protected.alembic("downgrade", "base").returncode != 0
+    assert schema_of(protected) == before
+
+
 # What is damaged is put right
 
 
@@ -426,7 +446,6 @@ DAMAGES: dict[str, dict[str, list[str]]] = {
         "version table lost": [f"DROP TABLE {VERSION}"],
         "version table empty": [f"DELETE FROM {VERSION}"],
         "only the first revision": [f"UPDATE {VERSION} SET version_num = '0001'"],
-        "an unknown revision": [f"UPDATE {VERSION} SET version_num = '9999'"],
     },
     "postgresql": {
         "missing trigger": ["DROP TRIGGER busy_blocks_jobs_update ON jobs"],

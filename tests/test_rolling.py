@@ -19,7 +19,7 @@ def storming(database: Database, release: str, folder: Path) -> Iterator[subproc
     """The pipelines of a server of that release at work, assigning and terminating, until they are killed."""
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(
-            [python(release), str(STORM), "assign", "1000"],
+            [python(release), str(STORM), "assign", "1000", "1"],
             env=environment_of(database, None, DSTACK_SERVER_DIR=str(folder / "server")),
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -218,6 +218,14 @@ def _upgrade_to_head(connection: Connection, script: ScriptDirectory | None, wai
 def _repair(connection: Connection, wait: float) -> None:
     dstack.check_schema(connection)
     target = _target()
+    newer = _current(connection) - {script.revision for script in context.script.walk_revisions()}
+    if newer:
+        log.warning(
+            "The triggers are from a newer release of this package, revision %s: they are left as they are."
+            " Install that release here, too",
+            ", ".join(newer),
+        )
+        return
     broken = _broken(connection, target)
     is_at_target = _current(connection) == {target}
     if is_at_target and connection.dialect.name == "postgresql" and set(broken) == {objects.POSTGRESQL_INDEX}:
