@@ -235,3 +235,22 @@ def test_another_id(protected: Database) -> None:
         run_sql(connection, "UPDATE instances SET id = :new WHERE id = :old", new="e" * 32, old=instance)
         connection.commit()
     assert status(protected, "e" * 32) == "IDLE"
+
+
+def test_a_job_of_no_blocks_that_goes_with_others(protected: Database) -> None:
+    """Nothing is left to add to the counter, and yet the instance has lost its last job. Found by the model."""
+    with protected.begin() as connection:
+        owner = add_project(connection)
+        instance = add_instance(connection, owner, status="IDLE")
+        add_job(connection, owner, instance, job_runtime_data=job_runtime_data(0))
+        other = add_job(connection, owner, job_runtime_data=job_runtime_data(2))
+    assert status(protected, instance) == "BUSY"
+    with protected.begin() as connection:
+        attach(connection, other, instance)
+        run_sql(connection, "UPDATE jobs SET instance_id = NULL WHERE instance_id = :id", id=instance)
+    assert status(protected, instance) == "IDLE"
+    with protected.begin() as connection:
+        run_sql(connection, "UPDATE jobs SET instance_id = :id", id=instance)
+        attach(connection, other, None)
+    assert status(protected, instance) == "BUSY"
+    protected.check_right()
