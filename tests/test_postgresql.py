@@ -245,6 +245,21 @@ def test_several_jobs_moved_at_once_after_set_constraints_immediate(protected: D
     protected.check_right()
 
 
+def test_a_status_and_a_job_before_set_constraints_immediate(protected: Database) -> None:
+    """What is summed anew must not be added as well. Found by the model."""
+    with protected.begin() as connection:
+        owner = add_project(connection)
+        instance = add_instance(connection, owner, status="IDLE")
+        add_job(connection, owner, instance)
+        job = add_job(connection, owner)
+    with protected.begin() as connection:
+        run_sql(connection, "UPDATE instances SET status = 'IDLE' WHERE id = :id", id=instance)
+        run_sql(connection, "UPDATE jobs SET instance_id = :id WHERE id = :job", id=instance, job=job)
+        connection.execute(text("SET CONSTRAINTS ALL IMMEDIATE"))
+        assert counters(connection) == {instance: 2}
+    protected.check_right()
+
+
 def test_a_trigger_of_somebody_elses_cannot_use_our_right_to_write(protected: Database) -> None:
     with protected.begin() as connection:
         owner = add_project(connection)

@@ -8,9 +8,9 @@
 --         dstack changes it with none or one job attached, mostly.
 --
 -- The sum has what the transaction did to jobs already, so what is noted for this instance must not be
--- added once more. At commit all of it is noted; after SET CONSTRAINTS ALL IMMEDIATE, in the middle of
--- a statement that also moves jobs of the instance, it need not be: hence no sum for the status that
--- busy_blocks_status writes.
+-- added once more, neither by what the UPDATE here fires nor later. At commit all of it is noted; after SET
+-- CONSTRAINTS ALL IMMEDIATE, in the middle of a statement that also moves jobs of the instance, it need
+-- not be: hence no sum for the status that busy_blocks_status writes.
 CREATE FUNCTION busy_blocks_recompute() RETURNS trigger
 LANGUAGE plpgsql
 SET search_path FROM CURRENT
@@ -37,11 +37,6 @@ BEGIN
         FROM instances
         WHERE instances.id = new.id
     );
-    PERFORM set_config('busy_blocks.writer', new.id::text, true);
-    UPDATE instances
-    SET busy_blocks = own.blocks
-    WHERE instances.id = new.id AND instances.busy_blocks <> own.blocks;
-    PERFORM set_config('busy_blocks.writer', writer_before, true);
     PERFORM set_config(
         'busy_blocks.pending',
         regexp_replace(
@@ -49,6 +44,11 @@ BEGIN
         ),
         true
     );
+    PERFORM set_config('busy_blocks.writer', new.id::text, true);
+    UPDATE instances
+    SET busy_blocks = own.blocks
+    WHERE instances.id = new.id AND instances.busy_blocks <> own.blocks;
+    PERFORM set_config('busy_blocks.writer', writer_before, true);
     RETURN NULL;
 END
 $$
