@@ -13,6 +13,7 @@ both releases and engines, and more rounds, with the figures printed:
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ import support
 from conftest import Databases, migrate
 from releases import python_of
 from support import Database
+from test_neighbours import PGBOUNCER, running_pgbouncer
 
 STORM = Path(__file__).with_name("storm.py")
 ASKED = os.environ.get("BUSY_BLOCKS_STORM_ROUNDS")
@@ -109,12 +111,18 @@ def watched(database: Database, outcome: Outcome) -> Iterator[None]:
         watching.result()
 
 
-def storm(kind: str, database: Database, python: str, outcome: Outcome) -> None:
+def storm(
+    kind: str, database: Database, python: str, outcome: Outcome, server_url: str | None = None
+) -> None:
     # dstack makes files in a folder of its own, where the user of this machine may have a server.
     with watched(database, outcome), TemporaryDirectory() as folder:
         result = subprocess.run(
             [python, str(STORM), kind, str(ROUNDS), str(PROCESSES[database.dialect])],
-            env={**os.environ, "DSTACK_DATABASE_URL": database.url, "DSTACK_SERVER_DIR": folder},
+            env={
+                **os.environ,
+                "DSTACK_DATABASE_URL": server_url or database.url,
+                "DSTACK_SERVER_DIR": folder,
+            },
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
@@ -208,3 +216,22 @@ def test_storm(databases: Databases, release: str, kind: str, dialect: str, drif
             assert outcome.detached > 0
             # Counters that are right because all of them are zero would be a weaker proof.
             assert outcome.still_attached > 0
+
+
+def test_servers_behind_pgbouncer(databases: Databases) -> None:
+    """In transaction mode, with fewer connections to the database than the servers have to PgBouncer."""
+    database = databases.make("postgresql", "protected")
+    outcome = Outcome()
+    with running_pgbouncer(database, connections=5) as url:
+        # The names that dstack's driver gives to prepared statements.
+        printed = subprocess.check_output([str(PGBOUNCER), "--version"], text=True)
+        version = tuple(map(int, re.findall(r"\d+", printed)[:2]))
+        if version < (1, 21):
+            pytest.skip("pgbouncer before 1.21 knows no prepared statements in transaction mode")
+        storm("assign", database, sys.executable, outcome, url.replace("+psycopg", "+asyncpg"))
+    print(f"\nassign storm behind PgBouncer {version}\n  with:    {outcome}")
+    assert outcome.attached > 0
+    assert outcome.detached > 0
+    assert outcome.looks > 0
+    assert outcome.wrong_looks == outcome.failures == outcome.wrong_statuses == outcome.terminating == 0
+    assert outcome.drift == {}
