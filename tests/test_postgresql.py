@@ -194,7 +194,49 @@ def test_an_id_used_again_behind_an_older_snapshot(protected: Database) -> None:
         with protected.begin() as connection:
             run_sql(connection, "DELETE FROM instances WHERE id = :id", id=instance)
         add_instance(older, owner, id=instance)
-        older.commit()
+        with pytest.raises(DBAPIError, match="could not serialize access"):
+            older.commit()
+    protected.check_right()
+
+
+def test_an_instance_deleted_and_inserted_by_one_statement(protected: Database) -> None:
+    """The jobs go after the instance is there again."""
+    with protected.begin() as connection:
+        owner = add_project(connection)
+        instance = add_instance(connection, owner, status="BUSY")
+        for _ in range(3):
+            add_job(connection, owner, instance)
+    again = "WITH x AS (DELETE FROM instances WHERE id = :id RETURNING *) INSERT INTO instances SELECT * FROM x"
+    with protected.begin() as connection:
+        run_sql(connection, again, id=instance)
+    with protected.begin() as connection:
+        assert counters(connection) == {instance: 0}
+    protected.check_right()
+
+
+def test_sums_and_differences_beyond_an_integer(protected: Database) -> None:
+    """What has no room in the column must not make a statement fail."""
+    with protected.begin() as connection:
+        owner = add_project(connection)
+        instance, other = (add_instance(connection, owner, status="BUSY") for _ in range(2))
+        job = add_job(connection, owner, instance, job_runtime_data=job_runtime_data(999_999))
+        # Triggers off, so that it is quick.
+        connection.exec_driver_sql("SET LOCAL session_replication_role = replica")
+        connection.exec_driver_sql(
+            "INSERT INTO jobs SELECT (jsonb_populate_record(jobs, jsonb_build_object('id', gen_random_uuid()))).*"
+            " FROM jobs, generate_series(1, 2150)"
+        )
+        run_sql(connection, "UPDATE instances SET busy_blocks = -2147483648 WHERE id = :id", id=other)
+    with protected.begin() as connection:
+        run_sql(connection, "UPDATE instances SET status = status WHERE id = :id", id=instance)
+    with protected.begin() as connection:
+        assert counters(connection)[instance] == 2**31 - 1
+        run_sql(connection, "DELETE FROM jobs WHERE instance_id = :id AND id <> :job", id=instance, job=job)
+        run_sql(connection, "UPDATE jobs SET instance_id = :other", other=other)
+    with protected.begin() as connection:
+        run_sql(connection, "UPDATE jobs SET instance_id = NULL")
+    with protected.begin() as connection:
+        run_sql(connection, "UPDATE instances SET status = status")
     protected.check_right()
 
 
@@ -277,6 +319,35 @@ def test_a_trigger_of_somebody_elses_cannot_use_our_right_to_write(protected: Da
         run_sql(connection, "UPDATE jobs SET instance_id = :id WHERE id = :job", id=one, job=job)
     protected.check_right()
     assert one != two
+
+
+def test_a_deferred_trigger_of_somebody_elses_that_writes_back(protected: Database) -> None:
+    """Neither gives in: without a bound the COMMIT would not end."""
+    with protected.begin() as connection:
+        owner = add_project(connection)
+        clamped = add_instance(connection, owner, total_blocks=4)
+        other = add_instance(connection, owner, total_blocks=4)
+        jobs = [add_job(connection, owner, job_runtime_data=job_runtime_data(9)) for _ in range(2)]
+        connection.exec_driver_sql(
+            "CREATE FUNCTION clamp() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN UPDATE instances"
+            " SET busy_blocks = total_blocks WHERE id = new.id AND busy_blocks > total_blocks; RETURN NULL; END$$"
+        )
+        connection.exec_driver_sql(
+            "CREATE CONSTRAINT TRIGGER clamp AFTER UPDATE OF busy_blocks ON instances DEFERRABLE INITIALLY"
+            f" DEFERRED FOR EACH ROW WHEN (new.id = '{key(connection, clamped)}') EXECUTE FUNCTION clamp()"
+        )
+    with protected.begin() as connection:
+        run_sql(connection, "UPDATE jobs SET instance_id = :id WHERE id = :job", id=clamped, job=jobs[0])
+        run_sql(connection, "UPDATE jobs SET instance_id = :id WHERE id = :job", id=other, job=jobs[1])
+    with protected.begin() as connection:
+        found = counters(connection)
+        assert found[other] == 9
+        assert found[clamped] in (4, 9)
+        # What it left does not reach into another transaction.
+        run_sql(connection, "DROP TRIGGER clamp ON instances")
+    with protected.begin() as connection:
+        run_sql(connection, "UPDATE instances SET status = status")
+    protected.check_right()
 
 
 WITH_STATEMENTS = (

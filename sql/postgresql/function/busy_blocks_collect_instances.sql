@@ -21,8 +21,8 @@ BEGIN
     THEN
         RETURN NULL;
     END IF;
-    pending := busy_blocks_noted(pending, new.id, coalesce(old.busy_blocks, 0) - new.busy_blocks::bigint);
-    IF length(set_config('busy_blocks.pending', pending, true)) > 48000 THEN
+    pending := busy_blocks_noted(pending, new.id, old.busy_blocks - new.busy_blocks::bigint);
+    IF octet_length(set_config('busy_blocks.pending', pending, true)) > 48000 THEN
         PERFORM busy_blocks_write();
     END IF;
     IF new.status = 'PENDING' THEN

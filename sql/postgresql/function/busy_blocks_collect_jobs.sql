@@ -13,8 +13,8 @@ SET search_path FROM CURRENT
 AS $$
 DECLARE
     pending text := coalesce(current_setting('busy_blocks.pending', true), '');
-    old_blocks integer;
-    new_blocks integer;
+    old_blocks bigint;
+    new_blocks bigint;
 BEGIN
     -- Few expressions, as each is prepared again in every transaction.
     IF old.instance_id IS NOT NULL THEN
@@ -25,7 +25,7 @@ BEGIN
         new_blocks := coalesce(busy_blocks_of_job(new.job_runtime_data), 1);
         pending := busy_blocks_noted(pending, new.instance_id, new_blocks);
     END IF;
-    IF length(set_config('busy_blocks.pending', pending, true)) > 48000 THEN
+    IF octet_length(set_config('busy_blocks.pending', pending, true)) > 48000 THEN
         PERFORM busy_blocks_write();
     END IF;
     -- Nothing to add, but the status may depend on the job: so that its trigger fires.

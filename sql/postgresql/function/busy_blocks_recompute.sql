@@ -1,10 +1,10 @@
 -- Deferred trigger function of instances: sums the attached jobs anew, at commit.
 --
--- Guards: promotion from PENDING, and self-healing: whatever left the counter wrong (triggers disabled,
---         a restore, an upgrade without the hook) ends at the next change of the instance's status, or
---         by hand with UPDATE instances SET status = status.
+-- Guards: the number that an instance is inserted with, promotion from PENDING, and self-healing: whatever
+--         left the counter wrong (triggers disabled, a restore, an upgrade without the hook) ends at the
+--         next change of the instance's status, or by hand with UPDATE instances SET status = status.
 -- Locks:  nothing new; the transaction holds the row since the statement that fired this.
--- Costs:  one JSON parse per attached job, for each statement and instance that named the status.
+-- Costs:  one JSON parse per attached job, for each instance inserted, or whose status a statement named.
 --         dstack changes it with none or one job attached, mostly.
 --
 -- The sum has what the transaction did to jobs already, so what is noted for this instance must not be
@@ -17,14 +17,20 @@ SET search_path FROM CURRENT
 AS $$
 <<own>>
 DECLARE
-    blocks integer;
+    pending text := coalesce(current_setting('busy_blocks.pending', true), '');
+    blocks bigint;
     writer_before text := coalesce(current_setting('busy_blocks.writer', true), '');
 BEGIN
     IF writer_before = new.id::text THEN
         RETURN NULL;
     END IF;
+    IF tg_op = 'INSERT' THEN
+        -- An id that is used again: what an older snapshot still shows of it must fail to serialize.
+        PERFORM FROM instances WHERE instances.id = new.id FOR KEY SHARE;
+        PERFORM FROM jobs WHERE jobs.instance_id = new.id FOR KEY SHARE;
+    END IF;
     -- The row as it is now, which may be a later one than new.
-    blocks := (
+    blocks := least(2147483647, (
         SELECT
             CASE
                 WHEN instances.status = 'PENDING' THEN 0
@@ -36,12 +42,10 @@ BEGIN
             END
         FROM instances
         WHERE instances.id = new.id
-    );
+    ));
     PERFORM set_config(
         'busy_blocks.pending',
-        regexp_replace(
-            coalesce(current_setting('busy_blocks.pending', true), ''), new.id::text || '.{12}', ''
-        ),
+        replace(pending, new.id::text || substr(split_part(pending, new.id::text, 2), 1, 12), ''),
         true
     );
     PERFORM set_config('busy_blocks.writer', new.id::text, true);

@@ -25,14 +25,14 @@ BEGIN
         SELECT
             substr(own.pending, entry, 36)::uuid AS id,
             substr(own.pending, entry + 36, 12)::bigint
-        FROM generate_series(1, length(own.pending), 48) AS entry
+        FROM generate_series(1, octet_length(own.pending), 48) AS entry
         ORDER BY id
     LOOP
         PERFORM set_config('busy_blocks.writer', own.instance::text, true);
         UPDATE instances
         SET busy_blocks = CASE
             WHEN instances.status = 'PENDING' THEN 0
-            ELSE least(instances.busy_blocks + own.difference, 2147483647)
+            ELSE greatest(least(instances.busy_blocks + own.difference, 2147483647), -2147483648)
         END
         WHERE instances.id = own.instance;
     END LOOP;

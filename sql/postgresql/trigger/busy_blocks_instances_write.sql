@@ -2,7 +2,7 @@
 -- Locks:  nothing, or see function/busy_blocks_write.sql.
 -- Costs:  one call at commit per statement and instance that names the column.
 CREATE CONSTRAINT TRIGGER busy_blocks_instances_write
-AFTER INSERT OR UPDATE OF id, busy_blocks ON instances
+AFTER UPDATE OF id, busy_blocks ON instances
 DEFERRABLE INITIALLY DEFERRED
 FOR EACH ROW
 EXECUTE FUNCTION busy_blocks_apply()
