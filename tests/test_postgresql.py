@@ -87,6 +87,24 @@ def test_a_superuser_installs_for_the_owner(role: Database, empty: Database) -> 
     assert schema_of(empty) == before
 
 
+@pytest.mark.parametrize("moved", ["all tables", "dstack's"])
+def test_a_superuser_removes_what_belongs_to_a_former_owner(bare: Database, moved: str) -> None:
+    """ALTER TABLE ... OWNER TO leaves the functions behind."""
+    before = schema_of(bare)
+    bare.upgrade()
+    role = f"role_{uuid.uuid4().hex[:8]}"
+    with bare.begin() as connection:
+        connection.exec_driver_sql(f"CREATE ROLE {role}")
+        connection.exec_driver_sql(f"GRANT CREATE ON SCHEMA public TO {role}")
+        tables = connection.scalars(text("SELECT tablename FROM pg_tables WHERE schemaname = 'public'")).all()
+        for name in tables:
+            if moved == "all tables" or name != "busy_blocks_alembic_version":
+                connection.exec_driver_sql(f'ALTER TABLE "{name}" OWNER TO {role}')
+    result = bare.alembic("downgrade", "base")
+    assert result.returncode == 0, result.stderr
+    assert schema_of(bare) == before
+
+
 def test_tables_that_are_not_in_the_first_schema_of_the_path(bare: Database) -> None:
     with bare.begin() as connection:
         name = connection.scalar(text("SELECT current_database()"))
@@ -206,7 +224,9 @@ def test_an_instance_deleted_and_inserted_by_one_statement(protected: Database) 
         instance = add_instance(connection, owner, status="BUSY")
         for _ in range(3):
             add_job(connection, owner, instance)
-    again = "WITH x AS (DELETE FROM instances WHERE id = :id RETURNING *) INSERT INTO instances SELECT * FROM x"
+    again = (
+        "WITH x AS (DELETE FROM instances WHERE id = :id RETURNING *) INSERT INTO instances SELECT * FROM x"
+    )
     with protected.begin() as connection:
         run_sql(connection, again, id=instance)
     with protected.begin() as connection:

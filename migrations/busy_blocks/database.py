@@ -110,15 +110,43 @@ def check_rights(connection: Connection) -> None:
         )
 
 
+# ALTER TABLE ... OWNER TO takes triggers along, and no functions.
+OWNERS = text("""
+    SELECT
+        format('ALTER FUNCTION %s OWNER TO %I', CAST(pg_proc.oid AS regprocedure), pg_get_userbyid(relowner))
+        AS statement
+    FROM pg_proc
+    INNER JOIN pg_class ON pronamespace = relnamespace
+    WHERE
+        pg_class.oid = to_regclass('instances')
+        AND proname LIKE 'busy\\_blocks\\_%'
+        AND proowner <> relowner
+        AND (SELECT rolsuper FROM pg_roles WHERE rolname = current_user)
+    UNION ALL
+    SELECT
+        format('ALTER TABLE %s OWNER TO %I', CAST(version.oid AS regclass), pg_get_userbyid(instances.relowner))
+    FROM pg_class AS version
+    INNER JOIN pg_class AS instances ON version.relnamespace = instances.relnamespace
+    WHERE
+        instances.oid = to_regclass('instances')
+        AND version.relname = 'busy_blocks_alembic_version'
+        AND version.relowner <> instances.relowner
+        AND (SELECT rolsuper FROM pg_roles WHERE rolname = current_user)
+""")
+
+
 @contextmanager
 def as_owner(connection: Connection) -> Iterator[None]:
     """Work as the owner of dstack's tables, where a superuser or a member of that role connected.
 
-    The server has to be able to take off, before an upgrade, what is put on here.
+    The server has to be able to take off, before an upgrade, what is put on here. A superuser gives it
+    what belongs to a former owner.
     """
     if connection.dialect.name != "postgresql":
         yield
         return
+    for statement in connection.scalars(OWNERS).all():
+        connection.exec_driver_sql(statement)
     connection.execute(
         text("""
             SELECT set_config('role', pg_get_userbyid(relowner), false) FROM pg_class
