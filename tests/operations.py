@@ -342,6 +342,22 @@ def delete_instances(m: Machine, a: int, b: int, c: int, d: int, e: int) -> None
     m.statement(f"DELETE FROM instances WHERE {condition}", parameters, after)
 
 
+def reinsert_instance(m: Machine, a: int, b: int, c: int, d: int, e: int) -> None:
+    """Deleted and inserted by one statement: its jobs go after it is there again."""
+    id = some(m, "instances", a)
+    if id not in m.model.instances or not m.model.enforcing:
+        return
+    after = m.model.copy()
+    row = after.instances[id]
+    after.delete_instance(id)
+    after.insert_instance(id, row)
+    m.statement(
+        "WITH gone AS (DELETE FROM instances WHERE id = ? RETURNING *) INSERT INTO instances SELECT * FROM gone",
+        [id],
+        after,
+    )
+
+
 def change_instance_id(m: Machine, a: int, b: int, c: int, d: int, e: int) -> None:
     old, new = some(m, "instances", a), m.id("instances", b)
     replace = m.sqlite and bool(c & 1)
@@ -584,5 +600,5 @@ WEIGHTS: dict[str, dict[Operation | None, int]] = {
 }  # fmt: skip
 WEIGHTS["postgresql"] = WEIGHTS["sqlite"] | {
     begin: 30, commit: 12, two_in_one: 12, merge_jobs: 6, merge_instances: 3, copy_jobs: 4, set_constraints: 3,
-    truncate: 2,
+    truncate: 2, reinsert_instance: 3,
 }  # fmt: skip
