@@ -3,7 +3,8 @@
 -- Guards: the number that an instance is inserted with, promotion from PENDING, and self-healing: whatever
 --         left the counter wrong (triggers disabled, a restore, an upgrade without the hook) ends at the
 --         next change of the instance's status, or by hand with UPDATE instances SET status = status.
--- Locks:  nothing new; the transaction holds the row since the statement that fired this.
+-- Locks:  nothing new; the transaction holds the row since the statement that fired this. Of an instance
+--         that is inserted, the jobs that it has already: KEY SHARE.
 -- Costs:  one JSON parse per attached job, for each instance inserted, or whose status a statement named.
 --         dstack changes it with none or one job attached, mostly.
 --
