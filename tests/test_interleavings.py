@@ -140,7 +140,9 @@ class Tally:
         self.failures_without += without.codes
         self.failures_with += protected.codes
         new = protected.codes - without.codes
-        if DEADLOCK in new and DEADLOCK not in without.codes:
+        # At the stricter levels what the loser is told, of a conflict that is there anyway, is a race.
+        as_many = bool(tolerated) and protected.codes.total() <= without.codes.total()
+        if DEADLOCK in new and DEADLOCK not in without.codes and not as_many:
             self.new_deadlocks[spec] += 1
         if protected.wrong or new.keys() - tolerated - {DEADLOCK}:
             self.wrong.append(f"{steps}: {protected.wrong} {protected.failures}, without {without.failures}")
@@ -177,10 +179,9 @@ def test_two_on_postgresql(postgresql: Pair, level: str) -> None:
     specs = PAIRS if ALL else LOCKING_PAIRS
     every = 1 if ALL or level == "READ COMMITTED" else 20
     tally = compare(postgresql, specs, level, every)
-    assert tally.new_deadlocks.keys() <= NEW_DEADLOCKS
-    if every == 1:
-        # None that is listed and gone.
-        assert tally.new_deadlocks.keys() == NEW_DEADLOCKS & {*specs}
+    # None that is listed and gone, either. At the stricter levels one of the two fails to serialize anyway.
+    expected = NEW_DEADLOCKS & {*specs} if level == "READ COMMITTED" else set()
+    assert tally.new_deadlocks.keys() == expected
 
 
 @pytest.mark.parametrize("level", ["READ COMMITTED", *STRICT])
