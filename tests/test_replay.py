@@ -608,7 +608,7 @@ def test_teardown_storm(databases: Databases) -> None:
     drift: dict[str, int] = {}
     for _ in range(MAX_STORMS):
         subprocess.run(
-            [python, str(ROOT / "tests" / "storm.py"), "teardown", "2"],
+            [python, str(ROOT / "tests" / "storm.py"), "teardown", "2", "1"],
             env={**os.environ, "DSTACK_DATABASE_URL": database.url},
             check=True,
             capture_output=True,

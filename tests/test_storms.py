@@ -72,7 +72,7 @@ class Outcome:
             f" ({self.storms * ROUNDS} rounds, {self.jobs} jobs, {self.attached} attached and"
             f" {self.detached} detached by the pipelines; wrong at {self.wrong_looks} of {self.looks} looks,"
             f" {self.failures} failures, {self.deadlocks} deadlocks), {self.wrong_statuses} of {self.instances}"
-            f" instances stuck, {self.terminating} TERMINATING; {self.jobs / self.seconds:.1f} jobs a second"
+            f" instances stuck, {self.terminating} TERMINATING; {self.jobs / (self.seconds or 1):.1f} jobs a second"
         )
 
 
