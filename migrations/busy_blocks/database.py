@@ -110,28 +110,21 @@ def check_rights(connection: Connection) -> None:
         )
 
 
-# ALTER TABLE ... OWNER TO takes triggers along, and no functions.
+# ALTER TABLE ... OWNER TO takes triggers along, and no functions. Only a superuser can do this.
 OWNERS = text("""
-    SELECT
-        format('ALTER FUNCTION %s OWNER TO %I', CAST(pg_proc.oid AS regprocedure), pg_get_userbyid(relowner))
-        AS statement
-    FROM pg_proc
-    INNER JOIN pg_class ON pronamespace = relnamespace
-    WHERE
-        pg_class.oid = to_regclass('instances')
-        AND proname LIKE 'busy\\_blocks\\_%'
-        AND proowner <> relowner
-        AND (SELECT rolsuper FROM pg_roles WHERE rolname = current_user)
-    UNION ALL
-    SELECT
-        format('ALTER TABLE %s OWNER TO %I', CAST(version.oid AS regclass), pg_get_userbyid(instances.relowner))
-    FROM pg_class AS version
-    INNER JOIN pg_class AS instances ON version.relnamespace = instances.relnamespace
-    WHERE
-        instances.oid = to_regclass('instances')
-        AND version.relname = 'busy_blocks_alembic_version'
-        AND version.relowner <> instances.relowner
-        AND (SELECT rolsuper FROM pg_roles WHERE rolname = current_user)
+    SELECT format('ALTER %s OWNER TO %s', ours.name, CAST(relowner AS regrole)) AS statement
+    FROM pg_class
+    INNER JOIN (
+        SELECT format('FUNCTION %s', CAST(oid AS regprocedure)) AS name, pronamespace AS namespace, proowner AS owner
+        FROM pg_proc
+        WHERE proname LIKE 'busy\\_blocks\\_%'
+        UNION ALL
+        SELECT format('TABLE %s', CAST(oid AS regclass)), relnamespace, relowner
+        FROM pg_class
+        WHERE relname = 'busy_blocks_alembic_version'
+    ) AS ours ON relnamespace = ours.namespace AND relowner <> ours.owner
+    INNER JOIN pg_roles ON rolname = current_user AND rolsuper
+    WHERE pg_class.oid = to_regclass('instances')
 """)
 
 

@@ -49,7 +49,7 @@ def current(connection: Connection) -> set[str]:
 
 
 def is_ahead(script: ScriptDirectory, revisions: set[str]) -> bool:
-    """Whether the database comes from a newer dstack than the one that can be imported."""
+    """Whether the database is from a newer release than these scripts, dstack's or ours: they do not know it."""
     known = {revision.revision for revision in script.walk_revisions()}
     return not revisions <= known
 

@@ -218,16 +218,16 @@ def _upgrade_to_head(connection: Connection, script: ScriptDirectory | None, wai
 def _repair(connection: Connection, wait: float) -> None:
     dstack.check_schema(connection)
     target = _target()
-    newer = _current(connection) - {script.revision for script in context.script.walk_revisions()}
-    if newer:
+    current = _current(connection)
+    if dstack.is_ahead(context.script, current):
         log.warning(
             "The triggers are from a newer release of this package, revision %s: they are left as they are."
             " Install that release here, too",
-            ", ".join(newer),
+            ", ".join(current),
         )
         return
     broken = _broken(connection, target)
-    is_at_target = _current(connection) == {target}
+    is_at_target = current == {target}
     if is_at_target and connection.dialect.name == "postgresql" and set(broken) == {objects.POSTGRESQL_INDEX}:
         database.retry(connection, wait, lambda: _build_index(connection))
         broken = {}

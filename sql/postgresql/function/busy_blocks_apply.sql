@@ -27,7 +27,7 @@ BEGIN
             repeated := pending;
         END IF;
         PERFORM set_config('busy_blocks.repeated', repeated || '.', true);
-        IF length(repeated) > length(pending) + 100 THEN
+        IF octet_length(repeated) > octet_length(pending) + 100 THEN
             RAISE WARNING 'another trigger writes instances.busy_blocks again and again: it is left as it is';
             PERFORM set_config('busy_blocks.pending', '', true);
         ELSE
