@@ -351,6 +351,9 @@ def reinsert_instance(m: Machine, a: int, b: int, c: int, d: int, e: int) -> Non
     row = after.instances[id]
     after.delete_instance(id)
     after.insert_instance(id, row)
+    if after.immediate:
+        # Documented: "one statement that both moves jobs of an instance and changes its status or inserts it".
+        after.doubt[id] = None
     m.statement(
         "WITH gone AS (DELETE FROM instances WHERE id = ? RETURNING *) INSERT INTO instances SELECT * FROM gone",
         [id],
@@ -482,7 +485,7 @@ def two_in_one(m: Machine, a: int, b: int, c: int, d: int, e: int) -> None:
         after.change_instance(instance, after.instances[instance]._replace(status=status), True, True)
         named.add(instance)
     if after.immediate:
-        # Documented: "one statement that both moves jobs of an instance and changes its status".
+        # Documented: "one statement that both moves jobs of an instance and changes its status or inserts it".
         after.doubt.update(dict.fromkeys(concerned & named))
     m.statement(f"WITH first AS ({one[0]} RETURNING 1) {two[0]}", [*one[1], *two[1]], after)
 

@@ -13,7 +13,7 @@ from support import Database
 
 from bench import deploy, explain, postgresql, report, sqlite, variants
 from bench.data import Rows, fill, seed
-from bench.measure import Line, Run, alternate
+from bench.measure import BASELINE, Line, Run, alternate
 from bench.statements import (
     ASSIGN_TERMINATE,
     FIRST_AND_LAST_JOB,
@@ -134,8 +134,8 @@ def on_postgresql(
 ) -> list[Line]:
     base = databases.copy(seeded)
     free = fill(base, dict.fromkeys((0, FEW, MANY), sizes.instances), sizes.history)
-    made = copies(base, databases, (*KINDS, "reconciler"))
-    without_reconciler = {kind: made[kind] for kind in KINDS}
+    made = copies(base, databases, (*KINDS, "empty", "reconciler"))
+    without_reconciler = {kind: made[kind] for kind in made if kind != "reconciler"}
     connections = {kind: postgresql.connect(database) for kind, database in made.items()}
 
     def clear(kind: str) -> None:
@@ -179,7 +179,7 @@ def on_postgresql(
     report.say(name)
     lines.append(alternate(name, "0.50", without_reconciler, sizes.bulk_rounds, run_bulk, clear))
     print("\nPostgreSQL: throughput beside that without triggers, median (quartiles)")
-    report.ratios(lines, (*KINDS[1:], "reconciler"))
+    report.ratios(lines, [kind for kind in made if kind != BASELINE])
     report.flatness(lines, FEW, MANY)
     seconds = [timed(lambda: connections["again"].execute(postgresql.RECONCILE)) for _ in range(3)]
     print(f"\nOne pass of the reconciler: {median(seconds) * 1e3:.0f} ms")
