@@ -10,7 +10,7 @@ WHERE
     busy_blocks <> CASE
         WHEN status = 'PENDING' THEN 0
         ELSE (
-            SELECT coalesce(sum(coalesce(busy_blocks_of_job(jobs.job_runtime_data), 1)), 0)
+            SELECT least(2147483647, coalesce(sum(coalesce(busy_blocks_of_job(jobs.job_runtime_data), 1)), 0))
             FROM jobs
             WHERE jobs.instance_id = instances.id
         )

@@ -17,7 +17,10 @@ derived AS (
         instances.name,
         instances.id,
         instances.busy_blocks AS is_now,
-        CASE WHEN instances.status = 'PENDING' THEN 0 ELSE coalesce(attached.blocks, 0) END AS should_be
+        CASE
+            WHEN instances.status = 'PENDING' THEN 0
+            ELSE least(2147483647, coalesce(attached.blocks, 0))
+        END AS should_be
     FROM instances
     LEFT JOIN attached ON instances.id = attached.instance_id
 )

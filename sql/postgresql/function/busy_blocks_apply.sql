@@ -11,25 +11,22 @@
 -- update, delete) come before those that write.
 --
 -- A deferred trigger of somebody else's that writes busy_blocks whenever this does would keep the COMMIT
--- from ending: what is put off in the same way a hundred times over is left so, with a warning.
+-- from ending: what is put off a hundred times over, with no statement of the transaction's own in between
+-- (busy_blocks_collect_instances sees those), is left so, with a warning.
 CREATE FUNCTION busy_blocks_apply() RETURNS trigger
 LANGUAGE plpgsql
 SET search_path FROM CURRENT
 AS $$
-DECLARE
-    pending text;
-    repeated text;
 BEGIN
     IF current_setting('busy_blocks.pending', true) <> '' THEN
-        pending := current_setting('busy_blocks.pending');
-        repeated := coalesce(current_setting('busy_blocks.repeated', true), '');
-        IF tg_table_name <> 'instances' OR rtrim(repeated, '.') <> pending THEN
-            repeated := pending;
+        IF tg_table_name = 'instances' THEN
+            PERFORM set_config(
+                'busy_blocks.repeated', coalesce(current_setting('busy_blocks.repeated', true), '') || '.', true
+            );
         END IF;
-        PERFORM set_config('busy_blocks.repeated', repeated || '.', true);
-        IF octet_length(repeated) > octet_length(pending) + 100 THEN
+        IF octet_length(current_setting('busy_blocks.repeated', true)) > 100 THEN
             RAISE WARNING 'another trigger writes instances.busy_blocks again and again: it is left as it is';
-            PERFORM set_config('busy_blocks.pending', '', true);
+            PERFORM set_config('busy_blocks.pending', '', true), set_config('busy_blocks.repeated', '', true);
         ELSE
             PERFORM busy_blocks_write();
         END IF;

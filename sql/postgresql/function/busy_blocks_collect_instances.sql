@@ -21,6 +21,10 @@ BEGIN
     THEN
         RETURN NULL;
     END IF;
+    -- No trigger's write: see busy_blocks_apply.
+    IF pg_trigger_depth() = 1 AND current_setting('busy_blocks.repeated', true) <> '' THEN
+        PERFORM set_config('busy_blocks.repeated', '', true);
+    END IF;
     pending := busy_blocks_noted(pending, new.id, old.busy_blocks - new.busy_blocks::bigint);
     IF octet_length(set_config('busy_blocks.pending', pending, true)) > 48000 THEN
         PERFORM busy_blocks_write();

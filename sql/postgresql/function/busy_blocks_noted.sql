@@ -1,7 +1,7 @@
 -- Adds one difference, of one instance, to what a transaction has noted.
 --
 -- Guards: the form of the setting busy_blocks.pending: 48 characters an instance, its id (36) and by how
---         much its counter is off (12, padded). An instance whose counter is right again has none.
+--         much its counter is off (12, padded). An instance whose counter comes right again loses it.
 -- Locks:  nothing.
 -- Costs:  a search in the text, and a copy of it. None of the functions here counts characters, which takes
 --         ten times as long in UTF-8. It has no search_path of its own: those who call it have one.

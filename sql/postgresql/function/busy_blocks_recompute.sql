@@ -4,7 +4,7 @@
 --         left the counter wrong (triggers disabled, a restore, an upgrade without the hook) ends at the
 --         next change of the instance's status, or by hand with UPDATE instances SET status = status.
 -- Locks:  nothing new; the transaction holds the row since the statement that fired this. Of an instance
---         that is inserted, the jobs that it has already: KEY SHARE.
+--         that is inserted, or gets another id, the jobs that it has already: KEY SHARE.
 -- Costs:  one JSON parse per attached job, for each instance inserted, or whose status a statement named.
 --         dstack changes it with none or one job attached, mostly.
 --
@@ -25,7 +25,7 @@ BEGIN
     IF writer_before = new.id::text THEN
         RETURN NULL;
     END IF;
-    IF tg_op = 'INSERT' THEN
+    IF tg_op = 'INSERT' OR old.id <> new.id THEN
         -- An id that is used again: what an older snapshot still shows of it must fail to serialize.
         PERFORM FROM instances WHERE instances.id = new.id FOR KEY SHARE;
         PERFORM FROM jobs WHERE jobs.instance_id = new.id FOR KEY SHARE;
