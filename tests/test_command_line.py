@@ -59,6 +59,7 @@ def fails(result: subprocess.CompletedProcess[str], *parts: str) -> None:
 def test_fresh_machine(empty: Database) -> None:
     """With dstack beside us, the database is created and brought to dstack's head first."""
     printed = empty.upgrade()
+    assert "Database " in printed
     assert "an empty database" in printed
     assert empty.alembic("check").returncode == 0
     assert "nothing to do" in empty.upgrade()
@@ -175,10 +176,20 @@ def test_downgrade_gives_back_the_schema_that_was_there(bare: Database, lost: bo
             connection.execute(text("DROP TABLE busy_blocks_alembic_version"))
     result = bare.alembic("downgrade", "base")
     assert result.returncode == 0, result.stderr
+    assert "The triggers are removed" in result.stderr
     assert schema_of(bare) == before
     assert rows(bare) == data
     bare.upgrade()
     bare.check_right()
+
+
+def test_check_says_what_it_could_not_compare(protected: Database) -> None:
+    what = {"postgresql": "FUNCTION busy_blocks_of_job", "sqlite": "VIEW busy_blocks_derived"}
+    with protected.begin() as connection:
+        connection.execute(text(f"DROP {what[protected.dialect]}"))
+    fails(protected.alembic("check"), "is missing", "the counters cannot be compared without it")
+    protected.upgrade()
+    assert protected.alembic("check").returncode == 0
 
 
 @pytest.mark.parametrize("dialect", ["postgresql"])

@@ -27,9 +27,9 @@ def postgresql_program(database: Database, name: str, *arguments: str, given: st
 
 
 def execute_script(database: Database, script: str) -> None:
-    """As a DBA would: psql, stopping at the first error and in one transaction; the sqlite3 shell."""
+    """As the README says: psql and the sqlite3 shell, each stopping at the first error."""
     if database.dialect == "postgresql":
-        postgresql_program(database, "psql", "-v", "ON_ERROR_STOP=1", "-1", "-f", "-", given=script)
+        postgresql_program(database, "psql", "-v", "ON_ERROR_STOP=1", "-f", "-", given=script)
     elif shell := shutil.which("sqlite3"):
         subprocess.run([shell, "-bail", str(database.path)], input=script, text=True, check=True)
     else:

@@ -175,6 +175,8 @@ def test_the_counter_alone(bare: Database, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv(name, value)
     assert bare.alembic("check").returncode == 0
     assert "nothing to do" in bare.upgrade()
+    script = bare.alembic("upgrade", "head", "--sql").stdout
+    assert ("busy_blocks_jobs_update" in script, "0004" in script) == (True, False)
     with bare.begin() as connection:
         attach(connection, job, stuck)
     with bare.begin() as connection:
@@ -195,6 +197,8 @@ def test_the_setting_names_a_revision(protected: Database, monkeypatch: pytest.M
     result = protected.alembic("upgrade", "head")
     assert result.returncode == 1
     assert "DSTACK_BUSY_BLOCKS_REVISION is 9999" in result.stderr
+    result = protected.alembic("upgrade", "head", "--sql")
+    assert (result.returncode, result.stdout) == (1, "")
     monkeypatch.undo()
     assert protected.alembic("check").returncode == 0
 

@@ -73,11 +73,22 @@ def test_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert urls.server_url().database == f"{tmp_path}/elsewhere/data/sqlite.db"
 
 
-@pytest.mark.parametrize("given", ["mysql://u:secret@h/d", "postgres secret", "", "://secret"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        "mysql://u:secret@h/d",
+        "postgres secret",
+        "",
+        "://secret",
+        "postgresql+asyncpg://u:p@secret@h/d",
+        "postgresql+asyncpg://u:secret@h/d?timeout=soon",
+        "postgresql+asyncpg://u:secret@h/d?timeout=inf",
+    ],
+)
 def test_a_bad_url_is_refused_without_its_password(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     monkeypatch.setenv("DSTACK_DATABASE_URL", given)
     with pytest.raises(Refused) as refused:
-        urls.server_url()
+        urls.synchronous(urls.server_url())
     assert "secret" not in str(refused.value)
     assert "Nothing was changed" in str(refused.value)
 

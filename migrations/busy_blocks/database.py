@@ -37,8 +37,8 @@ def check_exists(url: URL, creates: bool) -> None:
     if not creates:
         raise Refused(
             f"There is no database {path.absolute()}, and none was created. Set DSTACK_DATABASE_URL (or"
-            " DSTACK_SERVER_DIR) as the dstack server has it, or install this package beside"
-            " dstack[server] to have `alembic upgrade head` create the database."
+            " DSTACK_SERVER_DIR) as the dstack server has it; beside dstack[server] and without -x dstack=skip,"
+            " `alembic upgrade head` creates the database."
         )
     if url == urls.default_url():
         # As the server does at its start (its server/settings.py, init_server_data_dir).
@@ -106,7 +106,8 @@ def check_rights(connection: Connection) -> None:
     if row.not_owned:
         raise Refused(
             f"The role {row.role} does not own the table {row.not_owned}, and only the owner can put"
-            " triggers on it. Nothing was changed. Use the role that the dstack server connects with."
+            " triggers on it, or take them off. Nothing was changed. Run the same command with the role that"
+            " the dstack server connects with."
         )
 
 

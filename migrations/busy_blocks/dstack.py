@@ -139,8 +139,8 @@ def check_schema(connection: Connection) -> None:
         if not inspector.has_table(table):
             raise Refused(
                 f"This is not the database of a dstack server: it has no table {table}. Nothing was"
-                " changed. Set DSTACK_DATABASE_URL as the server has it, then run"
-                " `alembic upgrade head`."
+                " changed. Set DSTACK_DATABASE_URL as the server has it; beside dstack[server] and without"
+                " -x dstack=skip, `alembic upgrade head` makes the tables of an empty one."
             )
         missing = set(columns) - {column["name"] for column in inspector.get_columns(table)}
         if missing:

@@ -38,6 +38,6 @@ def explain(error: DBAPIError, where: str) -> str:
     elif "readonly database" in reason or sqlstate(error) == "25006":
         reason = "the database is read-only"
     return (
-        f"The database {where} could not be used: {reason}. The failed step was rolled back;"
-        " when the cause is mended, run `alembic upgrade head` again."
+        f"The database {where} could not be used: {reason}. What failed changed nothing; when"
+        " the cause is mended, run the same command again."
     )

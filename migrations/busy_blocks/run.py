@@ -43,12 +43,16 @@ def offline() -> None:
     with _one_sentence():
         _options()
         dialect = urls.server_url().get_backend_name()
+        if _command() == "upgrade" and _is_to_head():
+            # Before anything is printed.
+            _target()
     context.configure(
         dialect_name=dialect,
         version_table=VERSION_TABLE,
         literal_binds=True,
         # Without it alembic prints no BEGIN for SQLite.
         transactional_ddl=True,
+        fn=_migrations(),
     )
     with context.begin_transaction():
         if not context.get_starting_revision_argument() or not context.get_revision_argument():
@@ -110,6 +114,7 @@ def command_line() -> None:
         command = _command()
         to_head = command == "upgrade" and _is_to_head()
         script = dstack.scripts() if to_head and options.dstack else None
+        log.info("Database %s", database.describe(url))
         database.check_exists(url, creates=script is not None)
         with database.connect(url, options.wait) as connection:
             if command == "retrieve_migrations":
@@ -146,7 +151,7 @@ def _options() -> Options:
         options = None
     if options is None or arguments:
         raise Refused(
-            f"Unknown argument -x {' -x '.join(context.get_x_argument())}. Nothing was changed. There are"
+            f"Unknown argument or value -x {' -x '.join(context.get_x_argument())}. Nothing was changed. There are"
             " -x dstack=skip, which leaves dstack's own schema alone, and -x wait=SECONDS, for locks."
         )
     return options
@@ -334,6 +339,7 @@ def _run_revisions(connection: Connection, wait: float) -> None:
     if _command() == "downgrade" and not _current(connection):
         # What a version table that was lost, or is at base by hand, no longer accounts for.
         _take_off(connection, wait, drops_version_table=True)
+        log.info("The triggers are removed")
 
 
 def _log_revision(
@@ -352,10 +358,12 @@ def _check(connection: Connection) -> None:
     if _current(connection) != {target}:
         problems.append(f"revision is {', '.join(_current(connection)) or 'base'}, not {target}")
     # What drift.sql needs.
-    if not any(
+    if any(
         "missing" in broken.get(name, "")
         for name in ("function/busy_blocks_of_job", "view/busy_blocks_derived")
     ):
+        problems.append("the counters cannot be compared without it")
+    else:
         problems += [
             f"instance {row.name} ({row.id}): {column} is {row.is_now}, should be {row.should_be}"
             for column in counters.kept(target)

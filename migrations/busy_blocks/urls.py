@@ -40,11 +40,16 @@ def server_url() -> URL:
     given = os.getenv("DSTACK_DATABASE_URL")
     try:
         url = default_url() if given is None else make_url(given)
+        # What SQLAlchemy takes for the host then has a part of the password.
+        is_url = "@" not in (url.host or "")
     except (ArgumentError, ValueError):
+        is_url = False
+    if not is_url:
         raise Refused(
             "DSTACK_DATABASE_URL cannot be read as a database URL. Nothing was changed. Set it as the"
-            " dstack server has it, for example postgresql+asyncpg://user:password@host/dbname."
-        ) from None
+            " dstack server has it, for example postgresql+asyncpg://user:password@host/dbname, with %40 for"
+            " an @ in the password."
+        )
     if url.get_backend_name() not in ("postgresql", "sqlite"):
         raise Refused(
             f"DSTACK_DATABASE_URL names a {url.get_backend_name()} database. Nothing was changed."
@@ -54,14 +59,24 @@ def server_url() -> URL:
 
 
 def synchronous(url: URL) -> URL:
-    """The same database for sqlite3 or psycopg."""
+    """The same database for sqlite3 or psycopg.
+
+    Raises:
+        Refused: its time-out is no number.
+    """
     if url.get_backend_name() == "sqlite":
         return url.set(drivername="sqlite")
     query = {}
     for name, value in url.query.items():
         libpq_name = ASYNCPG_TO_LIBPQ.get(name, name)
         if libpq_name == "connect_timeout" and isinstance(value, str):
-            value = str(round(float(value)))
+            try:
+                value = str(round(float(value)))
+            except (ValueError, OverflowError):
+                raise Refused(
+                    f"DSTACK_DATABASE_URL says timeout={value}, which is no number of seconds. Nothing was"
+                    " changed. Set it as the dstack server has it."
+                ) from None
         if libpq_name is not None:
             query[libpq_name] = value
     return url.set(drivername="postgresql+psycopg", query=query)
