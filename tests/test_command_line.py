@@ -123,7 +123,7 @@ HARM = {
         "body": "CREATE OR REPLACE FUNCTION busy_blocks_apply() RETURNS trigger LANGUAGE plpgsql"
         " AS $$BEGIN RETURN new; END$$",
         "security": "ALTER FUNCTION busy_blocks_apply() SECURITY DEFINER",
-        "search_path": "ALTER FUNCTION busy_blocks_apply() RESET ALL",
+        "search_path": "ALTER FUNCTION busy_blocks_collect_jobs() RESET ALL",
         "when": "DROP TRIGGER busy_blocks_jobs_insert ON jobs;; CREATE TRIGGER busy_blocks_jobs_insert"
         " AFTER INSERT ON jobs FOR EACH ROW WHEN (new.instance_id IS NULL) EXECUTE FUNCTION busy_blocks_collect_jobs()",
         "half": "DROP FUNCTION busy_blocks_recompute CASCADE;; DROP FUNCTION busy_blocks_apply CASCADE",

@@ -386,6 +386,27 @@ def test_a_deferred_trigger_of_somebody_elses_that_writes_back(protected: Databa
     protected.check_right()
 
 
+def test_the_search_path_of_the_session_comes_back(protected: Database) -> None:
+    """The function that writes is found by a search_path that is set for it alone."""
+    with protected.begin() as connection:
+        owner = add_project(connection)
+        instance = add_instance(connection, owner, status="BUSY")
+        job = add_job(connection, owner)
+    path, attach = text("SHOW search_path"), "UPDATE public.jobs SET instance_id = :id WHERE id = :job"
+    with protected.engine.connect() as connection:
+        connection.execute(text("SET search_path = pg_catalog"))
+        connection.execute(text("SET LOCAL search_path = ''"))
+        run_sql(connection, attach, id=instance, job=job)
+        connection.execute(text("SET CONSTRAINTS ALL IMMEDIATE"))
+        assert connection.scalar(path) == '""'
+        connection.commit()
+        assert connection.scalar(path) == "pg_catalog"
+        run_sql(connection, attach, id=None, job=job)
+        connection.commit()
+        assert connection.scalar(path) == "pg_catalog"
+    protected.check_right()
+
+
 def test_many_statements_after_set_constraints_immediate(protected: Database) -> None:
     """Not another trigger's, however often the same number comes."""
     with protected.begin() as connection:

@@ -21,16 +21,23 @@ BEGIN
     THEN
         RETURN NULL;
     END IF;
-    -- No trigger's write: see busy_blocks_apply.
-    IF pg_trigger_depth() = 1 AND current_setting('busy_blocks.repeated', true) <> '' THEN
-        PERFORM set_config('busy_blocks.repeated', '', true);
-    END IF;
     pending := busy_blocks_noted(pending, new.id, old.busy_blocks - new.busy_blocks::bigint);
-    IF octet_length(set_config('busy_blocks.pending', pending, true)) > 48000 THEN
-        PERFORM busy_blocks_write();
-    END IF;
-    IF new.status = 'PENDING' THEN
-        UPDATE instances SET status = instances.status WHERE instances.id = new.id;
+    -- Few expressions, as each is prepared again in every transaction: what is rare is asked for at once.
+    IF
+        octet_length(set_config('busy_blocks.pending', pending, true)) > 48000
+        OR current_setting('busy_blocks.repeated', true) <> ''
+        OR new.status = 'PENDING'
+    THEN
+        IF pg_trigger_depth() = 1 THEN
+            -- No trigger's write: see busy_blocks_apply.
+            PERFORM set_config('busy_blocks.repeated', '', true);
+        END IF;
+        IF octet_length(pending) > 48000 THEN
+            PERFORM busy_blocks_write();
+        END IF;
+        IF new.status = 'PENDING' THEN
+            UPDATE instances SET status = instances.status WHERE instances.id = new.id;
+        END IF;
     END IF;
     RETURN NULL;
 END

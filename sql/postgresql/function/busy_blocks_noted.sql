@@ -4,7 +4,7 @@
 --         much its counter is off (12, padded). An instance whose counter comes right again loses it.
 -- Locks:  nothing.
 -- Costs:  a search in the text, and a copy of it. None of the functions here counts characters, which takes
---         ten times as long in UTF-8. It has no search_path of its own: those who call it have one.
+--         ten times as long in UTF-8. No search_path of its own, as in busy_blocks_of_job.
 CREATE FUNCTION busy_blocks_noted(pending text, instance uuid, difference bigint) RETURNS text
 LANGUAGE plpgsql
 IMMUTABLE

@@ -8,11 +8,11 @@
 -- Locks:  nothing.
 -- Costs:  one parse of the JSON text, some microseconds. The exception block opens a subtransaction
 --         that writes nothing and so takes no transaction id; before PostgreSQL 18 it is also why
---         the function must not be declared PARALLEL SAFE.
+--         the function must not be declared PARALLEL SAFE. Without a search_path of its own, which costs
+--         a quarter more: it names nothing but what is built in, which any search_path finds.
 CREATE FUNCTION busy_blocks_of_job(job_runtime_data text) RETURNS integer
 LANGUAGE plpgsql
 IMMUTABLE
-SET search_path FROM CURRENT
 AS $$
 DECLARE
     blocks text;
