@@ -114,7 +114,8 @@ def command_line() -> None:
         command = _command()
         to_head = command == "upgrade" and _is_to_head()
         script = dstack.scripts() if to_head and options.dstack else None
-        log.info("Database %s", database.describe(url))
+        if command in ("upgrade", "downgrade"):
+            log.info("Database %s", database.describe(url))
         database.check_exists(url, creates=script is not None)
         with database.connect(url, options.wait) as connection:
             if command == "retrieve_migrations":
