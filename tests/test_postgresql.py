@@ -407,6 +407,61 @@ def test_the_search_path_of_the_session_comes_back(protected: Database) -> None:
     protected.check_right()
 
 
+def test_a_finite_trigger_of_somebody_elses_on_many_instances(protected: Database) -> None:
+    """One write an instance is no fight, however many instances there are."""
+    with protected.begin() as connection:
+        owner = add_project(connection)
+        instances = [add_instance(connection, owner, status="BUSY", name=str(n)) for n in range(150)]
+        for instance in instances:
+            add_job(connection, owner, instance)
+        connection.exec_driver_sql(
+            "CREATE FUNCTION higher() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN UPDATE instances"
+            " SET busy_blocks = busy_blocks + 1 WHERE id = new.id; RETURN NULL; END$$"
+        )
+        connection.exec_driver_sql(
+            "CREATE CONSTRAINT TRIGGER zz_higher AFTER UPDATE OF status ON instances DEFERRABLE INITIALLY"
+            " DEFERRED FOR EACH ROW EXECUTE FUNCTION higher()"
+        )
+    for before in ("SET CONSTRAINTS ALL DEFERRED", "SET CONSTRAINTS ALL IMMEDIATE"):
+        with protected.begin() as connection:
+            connection.execute(text(before))
+            run_sql(connection, "UPDATE instances SET status = status, busy_blocks = busy_blocks")
+        protected.check_right()
+
+
+def test_a_temporary_table_called_as_a_type(protected: Database) -> None:
+    """PL/pgSQL keeps what a variable's type meant when the session first called the function."""
+    with protected.begin() as connection:
+        owner = add_project(connection)
+        instance = add_instance(connection, owner, status="BUSY")
+        job = add_job(connection, owner, instance, job_runtime_data=job_runtime_data(2))
+    protected.engine.dispose()
+    with protected.engine.connect() as connection:
+        run_sql(connection, "CREATE TEMP TABLE text (line integer)")
+        run_sql(connection, "SELECT busy_blocks_of_job(NULL)")
+        run_sql(connection, "UPDATE instances SET busy_blocks = busy_blocks + 5 WHERE id = :id", id=instance)
+        connection.commit()
+        run_sql(connection, "DROP TABLE text")
+        run_sql(connection, "UPDATE jobs SET instance_id = NULL WHERE id = :job", job=job)
+        connection.commit()
+    protected.check_right()
+
+
+def test_a_function_of_the_users_path_called_as_one_of_postgresqls(protected: Database) -> None:
+    """PostgreSQL has quote_ident(text) alone, and the name of a schema is no text."""
+    with protected.begin() as connection:
+        owner = add_project(connection)
+        instance = add_instance(connection, owner, status="BUSY")
+        run_sql(connection, "CREATE SCHEMA own")
+        connection.exec_driver_sql(
+            "CREATE FUNCTION own.quote_ident(name) RETURNS text LANGUAGE sql AS $$SELECT 'own'$$"
+        )
+    with protected.begin() as connection:
+        run_sql(connection, "SET LOCAL search_path = own, public")
+        run_sql(connection, "UPDATE instances SET busy_blocks = busy_blocks + 5 WHERE id = :id", id=instance)
+    protected.check_right()
+
+
 def test_many_statements_after_set_constraints_immediate(protected: Database) -> None:
     """Not another trigger's, however often the same number comes."""
     with protected.begin() as connection:

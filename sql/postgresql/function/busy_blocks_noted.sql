@@ -10,7 +10,7 @@ LANGUAGE plpgsql
 IMMUTABLE
 AS $$
 DECLARE
-    before text := substr(split_part(pending, instance::text, 2), 1, 12);
+    before pg_catalog.text := substr(split_part(pending, instance::text, 2), 1, 12);
 BEGIN
     RETURN CASE
         WHEN before = '' THEN pending || instance::text || lpad(difference::text, 12)

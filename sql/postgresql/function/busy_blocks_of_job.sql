@@ -9,13 +9,14 @@
 -- Costs:  one parse of the JSON text, some microseconds. The exception block opens a subtransaction
 --         that writes nothing and so takes no transaction id; before PostgreSQL 18 it is also why
 --         the function must not be declared PARALLEL SAFE. Without a search_path of its own, which costs
---         a quarter more: it names nothing but what is built in, which any search_path finds.
+--         a quarter more: it names nothing but what is built in. A variable's type has its schema, as
+--         PL/pgSQL asks the session's search_path for it, in which a temporary table comes first.
 CREATE FUNCTION busy_blocks_of_job(job_runtime_data text) RETURNS integer
 LANGUAGE plpgsql
 IMMUTABLE
 AS $$
 DECLARE
-    blocks text;
+    blocks pg_catalog.text;
 BEGIN
     blocks := (job_runtime_data::json #> '{offer,blocks}')::text;
     RETURN CASE WHEN blocks IS NULL THEN 1 WHEN blocks ~ '^(-?0|[1-9][0-9]{0,5})$' THEN blocks::integer END;
