@@ -14,7 +14,7 @@ import pytest
 from bench import deploy, postgresql, suite, variants
 from bench.data import Rows, fill, seed
 from bench.measure import Line, Run, alternate
-from bench.statements import WORKS, with_parameters
+from bench.statements import EVERYTHING, WORKS, with_parameters
 from conftest import Databases
 from support import Database
 
@@ -67,6 +67,11 @@ def check(lines: list[Line]) -> None:
         assert cycles > 0
         if line.work.startswith("one statement"):
             assert rows == (suite.SMOKE.bulk, suite.SMOKE.instances)
+            continue
+        if f"{EVERYTHING}, " in line.work:
+            # Two locks, assign, provision, the lock for the end and the end.
+            assert rows[0] == cycles * 6, line.work
+            assert rows[1] > cycles * 2, line.work
             continue
         (work,) = (work for work in WORKS if f"{work.name}, " in line.work)
         sent = [statement.split()[1] for transaction in work.transactions for statement in transaction]

@@ -21,6 +21,9 @@ from support import Database, table
 BLOCKS = 2  # of each job
 LOCK_TOKEN = uuid.UUID(int=1)
 LOCK_OWNER = "JobTerminatingPipeline"
+# What dstack reads of a run, a fleet or a project besides the job and its instance is read from one that has no
+# other: all jobs here are copies of one, and no server has a run of 100,000 jobs.
+EMPTY = ("run", "fleet", "project")
 SEED = "import asyncio, storm; asyncio.run(storm.add_round('teardown'))"
 
 
@@ -38,6 +41,10 @@ def instance_id(group: int, number: int) -> uuid.UUID:
 
 def job_id(number: int) -> uuid.UUID:
     return uuid.UUID(hashlib.md5(f"job {number}".encode()).hexdigest())
+
+
+def empty_id(kind: str) -> uuid.UUID:
+    return uuid.UUID(hashlib.md5(f"empty {kind}".encode()).hexdigest())
 
 
 def values(connection: Connection, rows: Rows, keeps_locks: bool) -> dict[str, Any]:
@@ -98,7 +105,7 @@ def fill(database: Database, groups: Mapping[int, int], free_jobs: int) -> range
             driver: Any = connection.connection.dbapi_connection
             driver.create_function("md5", 1, lambda name: hashlib.md5(name.encode()).hexdigest())
         template = connection.execute(
-            text("SELECT id, instance_id FROM jobs WHERE job_runtime_data LIKE :blocks LIMIT 1"),
+            text("SELECT * FROM jobs WHERE job_runtime_data LIKE :blocks LIMIT 1"),
             {"blocks": f'%"blocks":{BLOCKS},%'},
         ).one()
         first = 0
@@ -133,6 +140,16 @@ def fill(database: Database, groups: Mapping[int, int], free_jobs: int) -> range
             instance_id="NULL",
             status="'TERMINATED'",
         )
+        for kind in EMPTY:
+            name = "run_name" if kind == "run" else "name"
+            _copy(
+                connection,
+                f"{kind}s",
+                getattr(template, f"{kind}_id"),
+                1,
+                id=as_id.format(f"'empty {kind}'"),
+                **{name: "'empty'"},
+            )
         # Those that were copied from.
         originals = "SELECT id FROM instances WHERE name NOT LIKE 'copy-%'"
         connection.execute(text(f"DELETE FROM jobs WHERE instance_id IN ({originals})"))

@@ -3,10 +3,12 @@
 import multiprocessing
 import random
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import psycopg
@@ -16,7 +18,7 @@ from support import Database
 
 from bench.data import Rows, instance_id, job_id, values
 from bench.measure import Run
-from bench.statements import Work, with_parameters
+from bench.statements import NEW, Work, with_parameters
 
 Connection = psycopg.Connection[Any]
 
@@ -141,7 +143,8 @@ def transaction(
     with connection.transaction():
         for statement in statements:
             cursor = connection.execute(with_parameters(statement, lambda name: f"%({name})s"), parameters)
-            updated[statement.split()[1]] += cursor.rowcount
+            if statement.startswith(("UPDATE jobs", "UPDATE instances")):
+                updated[statement.split()[1]] += cursor.rowcount
     return updated
 
 
@@ -176,6 +179,7 @@ def _client(task: Task) -> tuple[float, float, Run]:
                 "instance": instance_id(task.rows.attached, number),
                 "job": job_id(choose.choice(task.rows.jobs)),
             }
+            parameters |= {name: uuid.uuid4() for name in parameters if name.startswith(NEW)}
             for statements in task.work.transactions:
                 for table, rows in transaction(connection, statements, parameters).items():
                     updated[table] += rows
@@ -199,10 +203,18 @@ class Clients:
         context = multiprocessing.get_context("fork")
         self._pool = context.Pool(number, _set_barrier, (context.Barrier(number),))
 
-    def run(self, database: Database, work: Work, rows: Rows, cycles: int, seed: int) -> Run:
+    def run(
+        self,
+        database: Database,
+        work: Work,
+        rows: Rows,
+        cycles: int,
+        seed: int,
+        more: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Run:
         """All at once, each on jobs of its own. An error, as a deadlock, ends the benchmark."""
         with database.begin() as connection:
-            parameters = values(connection, rows, work.keeps_locks)
+            parameters = values(connection, rows, work.keeps_locks) | dict(more)
         share = cycles // self.number
         tasks = [
             Task(

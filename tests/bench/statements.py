@@ -5,8 +5,9 @@ Only the parameters have names here: `:name` is made into what the database want
 """
 
 import re
+import uuid
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ASSIGN_INSTANCE = "UPDATE instances SET busy_blocks=:busy_with_job WHERE instances.id = :instance"
 # The first job of an instance.
@@ -97,3 +98,51 @@ WORKS = (HEARTBEATS, FOUR_STATEMENTS, ASSIGN_TERMINATE, WHOLE_LIFE, FIRST_AND_LA
 def with_parameters(statement: str, replace: Callable[[str], str]) -> str:
     """The statement with every `:name` replaced."""
     return re.sub(r":(\w+)", lambda found: replace(found.group(1)), statement)
+
+
+NEW = "new_"
+EVERYTHING = "all that dstack sends for a job"
+# As asyncpg gets it: the text, with $1 and so on, and its parameters.
+Sent = tuple[str, tuple[Any, ...]]
+
+
+class Recording(NamedTuple):
+    """What dstack's server sent to PostgreSQL for a job from SUBMITTED to TERMINATED, reads and events too.
+
+    The ids of the rows it was about, by the name of their kind.
+    """
+
+    rows: dict[str, uuid.UUID]
+    transactions: tuple[tuple[Sent, ...], ...]
+
+
+def as_work(recording: Recording) -> tuple[Work, dict[str, Any]]:
+    """The same for other rows, and the parameters that do not differ from cycle to cycle.
+
+    An id that is none of the rows' is a lock token's or an event's, and is made anew in each cycle: NEW.
+    """
+    parameters: dict[str, Any] = {}
+    names = {str(value): name for name, value in recording.rows.items()}
+    counts = iter(("busy_with_job", "busy_without_job"))
+
+    def rewritten(statement: str, values: tuple[Any, ...]) -> str:
+        def name(found: re.Match[str]) -> str:
+            value = values[int(found.group("number")) - 1]
+            if found.group("column") == "busy_blocks=":
+                return f"busy_blocks=:{next(counts)}"
+            if re.fullmatch("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", str(value)):
+                known = names.setdefault(str(value), f"{NEW}{len(names)}")
+            else:
+                known = f"constant_{len(parameters)}"
+                parameters[known] = value
+            return f"{found.group('column') or ''}:{known}"
+
+        parameter = r"(?P<column>\bbusy_blocks=)?\$(?P<number>\d+)::[A-Z]+( WITHOUT TIME ZONE)?"
+        return re.sub(parameter, name, statement)
+
+    transactions = tuple(
+        tuple(rewritten(statement, values) for statement, values in transaction)
+        for transaction in recording.transactions
+    )
+    parameters |= {name: None for name in names.values() if name.startswith(NEW)}
+    return Work(EVERYTHING, transactions), parameters

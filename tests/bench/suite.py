@@ -1,18 +1,24 @@
 """The order of work, and its sizes."""
 
+import os
+import pickle
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from conftest import Databases
 from support import Database
 
 from bench import deploy, explain, postgresql, report, sqlite, variants
-from bench.data import Rows, fill, seed
+from bench.data import EMPTY, Rows, empty_id, fill, seed
 from bench.measure import BASELINE, Line, Run, alternate
 from bench.statements import (
     ASSIGN_TERMINATE,
@@ -20,7 +26,9 @@ from bench.statements import (
     FOUR_STATEMENTS,
     HEARTBEATS,
     WHOLE_LIFE,
+    Recording,
     Work,
+    as_work,
 )
 
 # "again" is none a second time: what its ratio differs from 1 is the noise of the machine.
@@ -153,21 +161,31 @@ def on_postgresql(
         name = f"in the server: {work.name}, {attached} attached"
         report.say(name)
         lines.append(alternate(name, target, without_reconciler, sizes.rounds, run_loop, clear))
-    for process, (attached, hot, target) in (
-        (each, line) for each in clients for line in CLIENTS[each.number]
+    everything, constants = as_work(record(databases))
+    constants |= {kind: empty_id(kind) for kind in EMPTY}
+    for process, work, (attached, hot, target) in (
+        (each, work, line)
+        for each in clients
+        for work in (everything, ASSIGN_TERMINATE)
+        for line in CLIENTS[each.number]
     ):
         rows = Rows(attached, 1 if hot else sizes.instances, free)
         for kind in set(made) - {"ours"}:
             connections[kind].execute(postgresql.RECONCILE)
 
         def run_clients(
-            kind: str, number: int, rows: Rows = rows, process: postgresql.Clients = process
+            kind: str,
+            number: int,
+            rows: Rows = rows,
+            process: postgresql.Clients = process,
+            work: Work = work,
         ) -> Run:
             reconciler = postgresql.reconciling(made[kind]) if kind == "reconciler" else nullcontext()
             with reconciler:
-                return process.run(made[kind], ASSIGN_TERMINATE, rows, sizes.client_cycles, number)
+                cycles = sizes.client_cycles // (8 if work is everything else 1)
+                return process.run(made[kind], work, rows, cycles, number, constants)
 
-        name = f"{process.number} clients: {ASSIGN_TERMINATE.name}, {attached} attached, {rows.instances} instance(s)"
+        name = f"{process.number} clients: {work.name}, {attached} attached, {rows.instances} instance(s)"
         report.say(name)
         lines.append(alternate(name, target, made, sizes.client_rounds, run_clients, clear))
     rows = Rows(0, sizes.instances, free[: sizes.bulk])
@@ -191,6 +209,25 @@ def on_postgresql(
     for connection in connections.values():
         connection.close()
     return lines
+
+
+def record(databases: Databases) -> Recording:
+    """By dstack's own pipelines, on a database of their own."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "recording"
+        subprocess.run(
+            [sys.executable, Path(__file__).with_name("capture.py"), file],
+            env={
+                **os.environ,
+                "DSTACK_DATABASE_URL": databases.make("postgresql", "bare").url,
+                "DSTACK_SERVER_DIR": folder,
+            },
+            check=True,
+            capture_output=True,
+            timeout=300,
+        )
+        recording: Recording = pickle.loads(file.read_bytes())
+        return recording
 
 
 def on_sqlite(databases: Databases, seeded: Database, sizes: Sizes) -> list[Line]:
