@@ -6,6 +6,7 @@ of history are. Ids are the MD5 of a name, so that a loop inside a server can te
 
 import hashlib
 import os
+import pickle
 import subprocess
 import sys
 import uuid
@@ -17,6 +18,8 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, text
 from support import Database, table
+
+from bench.statements import Recording
 
 BLOCKS = 2  # of each job
 LOCK_TOKEN = uuid.UUID(int=1)
@@ -35,16 +38,20 @@ class Rows(NamedTuple):
     jobs: range
 
 
+def id_of(name: str) -> uuid.UUID:
+    return uuid.UUID(hashlib.md5(name.encode()).hexdigest())
+
+
 def instance_id(group: int, number: int) -> uuid.UUID:
-    return uuid.UUID(hashlib.md5(f"instance {group} {number}".encode()).hexdigest())
+    return id_of(f"instance {group} {number}")
 
 
 def job_id(number: int) -> uuid.UUID:
-    return uuid.UUID(hashlib.md5(f"job {number}".encode()).hexdigest())
+    return id_of(f"job {number}")
 
 
 def empty_id(kind: str) -> uuid.UUID:
-    return uuid.UUID(hashlib.md5(f"empty {kind}".encode()).hexdigest())
+    return id_of(f"empty {kind}")
 
 
 def values(connection: Connection, rows: Rows, keeps_locks: bool) -> dict[str, Any]:
@@ -80,16 +87,31 @@ def values(connection: Connection, rows: Rows, keeps_locks: bool) -> dict[str, A
     }
 
 
-def seed(database: Database) -> None:
-    """Rows by dstack's own code, that the others are copies of."""
+def run_dstack(database: Database, *arguments: str | Path) -> None:
+    """A Python process with dstack on this database."""
     with TemporaryDirectory() as folder:
         subprocess.run(
-            [sys.executable, "-c", SEED],
+            [sys.executable, *arguments],
             env={**os.environ, "DSTACK_DATABASE_URL": database.url, "DSTACK_SERVER_DIR": folder},
             cwd=Path(__file__).parents[1],
             check=True,
             capture_output=True,
+            timeout=300,
         )
+
+
+def record(database: Database) -> Recording:
+    """What dstack's own pipelines send for a job."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "recording"
+        run_dstack(database, Path(__file__).with_name("capture.py"), file)
+        recording: Recording = pickle.loads(file.read_bytes())
+        return recording
+
+
+def seed(database: Database) -> None:
+    """Rows by dstack's own code, that the others are copies of."""
+    run_dstack(database, "-c", SEED)
     if database.dialect == "sqlite":
         # A copy of the file alone has to be the whole database.
         with database.engine.connect() as connection:

@@ -4,11 +4,10 @@ import multiprocessing
 import random
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import psycopg
@@ -203,18 +202,10 @@ class Clients:
         context = multiprocessing.get_context("fork")
         self._pool = context.Pool(number, _set_barrier, (context.Barrier(number),))
 
-    def run(
-        self,
-        database: Database,
-        work: Work,
-        rows: Rows,
-        cycles: int,
-        seed: int,
-        more: Mapping[str, Any] = MappingProxyType({}),
-    ) -> Run:
+    def run(self, database: Database, work: Work, rows: Rows, cycles: int, seed: int) -> Run:
         """All at once, each on jobs of its own. An error, as a deadlock, ends the benchmark."""
         with database.begin() as connection:
-            parameters = values(connection, rows, work.keeps_locks) | dict(more)
+            parameters = values(connection, rows, work.keeps_locks) | (work.parameters or {})
         share = cycles // self.number
         tasks = [
             Task(

@@ -76,6 +76,8 @@ class Work(NamedTuple):
     transactions: tuple[tuple[str, ...], ...]
     # Whether the statements that take the locks are left out.
     keeps_locks: bool = False
+    # What its statements have besides bench.data.values(); of those called NEW..., another id in each cycle.
+    parameters: dict[str, Any] | None = None
 
 
 _ASSIGN = (ASSIGN_INSTANCE, ASSIGN_JOB)
@@ -116,12 +118,12 @@ class Recording(NamedTuple):
     transactions: tuple[tuple[Sent, ...], ...]
 
 
-def as_work(recording: Recording) -> tuple[Work, dict[str, Any]]:
-    """The same for other rows, and the parameters that do not differ from cycle to cycle.
+def as_work(recording: Recording, rows: dict[str, uuid.UUID]) -> Work:
+    """The same for other rows: these, and each cycle's job and instance.
 
-    An id that is none of the rows' is a lock token's or an event's, and is made anew in each cycle: NEW.
+    An id that is none of the recorded rows' is a lock token's or an event's: NEW.
     """
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] = dict(rows)
     names = {str(value): name for name, value in recording.rows.items()}
     counts = iter(("busy_with_job", "busy_without_job"))
 
@@ -145,4 +147,4 @@ def as_work(recording: Recording) -> tuple[Work, dict[str, Any]]:
         for transaction in recording.transactions
     )
     parameters |= {name: None for name in names.values() if name.startswith(NEW)}
-    return Work(EVERYTHING, transactions), parameters
+    return Work(EVERYTHING, transactions, parameters=parameters)

@@ -1,24 +1,18 @@
 """The order of work, and its sizes."""
 
-import os
-import pickle
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from conftest import Databases
 from support import Database
 
 from bench import deploy, explain, postgresql, report, sqlite, variants
-from bench.data import EMPTY, Rows, empty_id, fill, seed
+from bench.data import EMPTY, Rows, empty_id, fill, record, seed
 from bench.measure import BASELINE, Line, Run, alternate
 from bench.statements import (
     ASSIGN_TERMINATE,
@@ -26,7 +20,6 @@ from bench.statements import (
     FOUR_STATEMENTS,
     HEARTBEATS,
     WHOLE_LIFE,
-    Recording,
     Work,
     as_work,
 )
@@ -161,8 +154,8 @@ def on_postgresql(
         name = f"in the server: {work.name}, {attached} attached"
         report.say(name)
         lines.append(alternate(name, target, without_reconciler, sizes.rounds, run_loop, clear))
-    everything, constants = as_work(record(databases))
-    constants |= {kind: empty_id(kind) for kind in EMPTY}
+    recording = record(databases.make("postgresql", "bare"))
+    everything = as_work(recording, {kind: empty_id(kind) for kind in EMPTY})
     for process, work, (attached, hot, target) in (
         (each, work, line)
         for each in clients
@@ -183,7 +176,7 @@ def on_postgresql(
             reconciler = postgresql.reconciling(made[kind]) if kind == "reconciler" else nullcontext()
             with reconciler:
                 cycles = sizes.client_cycles // (8 if work is everything else 1)
-                return process.run(made[kind], work, rows, cycles, number, constants)
+                return process.run(made[kind], work, rows, cycles, number)
 
         name = f"{process.number} clients: {work.name}, {attached} attached, {rows.instances} instance(s)"
         report.say(name)
@@ -209,25 +202,6 @@ def on_postgresql(
     for connection in connections.values():
         connection.close()
     return lines
-
-
-def record(databases: Databases) -> Recording:
-    """By dstack's own pipelines, on a database of their own."""
-    with TemporaryDirectory() as folder:
-        file = Path(folder) / "recording"
-        subprocess.run(
-            [sys.executable, Path(__file__).with_name("capture.py"), file],
-            env={
-                **os.environ,
-                "DSTACK_DATABASE_URL": databases.make("postgresql", "bare").url,
-                "DSTACK_SERVER_DIR": folder,
-            },
-            check=True,
-            capture_output=True,
-            timeout=300,
-        )
-        recording: Recording = pickle.loads(file.read_bytes())
-        return recording
 
 
 def on_sqlite(databases: Databases, seeded: Database, sizes: Sizes) -> list[Line]:
