@@ -173,9 +173,12 @@ class Model:
         if new is not None:
             self.jobs[id] = new
         if fires and self.dialect == "sqlite":
-            # "The next change of that instance corrects it."
-            for instance in concerned:
-                self.doubt.pop(instance, None)
+            for instance in concerned & self.doubt.keys():
+                if old is None or new is None:
+                    # What inserts or deletes an attached job sums.
+                    del self.doubt[instance]
+                else:
+                    self.doubt[instance] = None
         elif fires:
             self.waiting |= concerned
         else:
@@ -212,8 +215,11 @@ class Model:
         if self.firing:
             if status or busy_blocks:
                 self.waiting.add(id)
-            if status or (busy_blocks and self.dialect == "sqlite"):
+            if status:
                 self.doubt.pop(id, None)
+            elif busy_blocks and id in self.doubt:
+                # Its status may be put right, and then the counter is.
+                self.doubt[id] = None
         elif busy_blocks or status:
             self.doubt[id] = None
 

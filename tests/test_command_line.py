@@ -133,11 +133,12 @@ HARM = {
     "sqlite": {
         "missing": "DROP TRIGGER busy_blocks_jobs_delete",
         "rebuilt": "DROP TRIGGER busy_blocks_jobs_delete;; DROP TRIGGER busy_blocks_jobs_update;;"
-        " DROP TRIGGER busy_blocks_jobs_insert;; DROP INDEX busy_blocks_jobs",
+        " DROP TRIGGER busy_blocks_jobs_insert",
+        "table": "DROP TABLE busy_blocks_writer",
         "body": "DROP TRIGGER busy_blocks_jobs_delete;; CREATE TRIGGER busy_blocks_jobs_delete AFTER DELETE ON jobs"
         " BEGIN SELECT 1; END",
         "view": "DROP VIEW busy_blocks_derived;; CREATE VIEW busy_blocks_derived AS"
-        " SELECT id AS instance_id, 0 AS busy_blocks FROM instances",
+        " SELECT id AS instance_id, 0 AS is_now, 0 AS busy_blocks FROM instances",
         "version": "DELETE FROM busy_blocks_alembic_version",
         "version table": "DROP TABLE busy_blocks_alembic_version",
     },

@@ -482,12 +482,12 @@ DAMAGES: dict[str, dict[str, list[str]]] = {
     "sqlite": {
         "missing trigger": ["DROP TRIGGER busy_blocks_jobs_update"],
         "missing view": ["DROP VIEW busy_blocks_derived"],
-        "missing index": ["DROP INDEX busy_blocks_jobs"],
+        "missing table": ["DROP TABLE busy_blocks_writer"],
         "all missing": [
             *(f"DROP TRIGGER busy_blocks_jobs_{name}" for name in ("insert", "update", "delete")),
-            *(f"DROP TRIGGER busy_blocks_instances_{name}" for name in ("insert", "update")),
+            *(f"DROP TRIGGER busy_blocks_instances_{name}" for name in ("insert", "sum", "update")),
             "DROP VIEW busy_blocks_derived",
-            "DROP INDEX busy_blocks_jobs",
+            "DROP TABLE busy_blocks_writer",
         ],
         "other trigger": [
             "DROP TRIGGER busy_blocks_jobs_update",
@@ -495,9 +495,13 @@ DAMAGES: dict[str, dict[str, list[str]]] = {
         ],
         "other view": [
             "DROP VIEW busy_blocks_derived",
-            "CREATE VIEW busy_blocks_derived AS SELECT id AS instance_id, 4 AS busy_blocks FROM instances",
+            "CREATE VIEW busy_blocks_derived AS"
+            " SELECT id AS instance_id, busy_blocks AS is_now, 4 AS busy_blocks FROM instances",
         ],
-        "other index": ["DROP INDEX busy_blocks_jobs", "CREATE INDEX busy_blocks_jobs ON jobs (instance_id)"],
+        "other table": [
+            "DROP TABLE busy_blocks_writer",
+            "CREATE TABLE busy_blocks_writer (instance_id, number)",
+        ],
         "second trigger": [
             "CREATE TRIGGER busy_blocks_jobs_old AFTER INSERT ON jobs BEGIN"
             " UPDATE instances SET busy_blocks = busy_blocks + 1 WHERE id = new.instance_id; END"

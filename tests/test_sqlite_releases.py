@@ -92,12 +92,19 @@ def test_installs_works_and_removes(bare: Database, version: str) -> None:
 
 def test_an_untrusted_schema(protected: Database) -> None:
     """By this Python's own SQLite; the schema is read after the PRAGMA."""
-    add_rows(protected)
+    _, _, job = add_rows(protected)
     with closing(sqlite3.connect(protected.path)) as connection:
         connection.execute(UNTRUSTED)
+        connection.execute("SELECT * FROM instances")
+        connection.execute("UPDATE jobs SET lock_owner = 'heartbeat'")
+        connection.commit()
         if refuses_untrusted(sqlite3.sqlite_version):
-            with pytest.raises(sqlite3.DatabaseError, match="unsafe use of json_valid"):
-                connection.execute("SELECT * FROM instances")
+            for statement in (
+                "UPDATE instances SET busy_blocks = 1",
+                f"UPDATE jobs SET job_runtime_data = NULL WHERE id = '{job}'",
+            ):
+                with pytest.raises(sqlite3.DatabaseError, match="unsafe use of json_valid"):
+                    connection.execute(statement)
         else:
             connection.execute("UPDATE instances SET busy_blocks = 1")
             connection.commit()

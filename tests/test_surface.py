@@ -368,3 +368,48 @@ def test_a_wrong_placeholder_heals_too(connection: Connection) -> None:
     run_sql(connection, "UPDATE instances SET status = 'PENDING'")
     run_sql(connection, "UPDATE instances SET status = 'PROVISIONING'")
     check(connection, **{instance: 1})
+
+
+@pytest.mark.parametrize("dialect", ["sqlite"])
+@pytest.mark.parametrize("recursive", ["ON", "OFF"])
+@pytest.mark.parametrize("fires_first", ["busy_blocks_instances_update", "the others"])
+def test_sqlite_corrects_a_wrong_counter_when_the_status_turns(
+    connection: Connection, dialect: str, recursive: str, fires_first: str
+) -> None:
+    """Also in the middle of a statement that has another instance to write, in either order of the triggers.
+
+    SQLite documents none. What was created last fires first, as break_counter() does with that one.
+    """
+    owner = add_project(connection)
+    first, wrong, last = sorted(add_instance(connection, owner) for _ in range(3))
+    jobs = {id: add_job(connection, owner, id, job_runtime_data=job_runtime_data(2)) for id in (first, last)}
+    job = add_job(connection, owner, wrong, job_runtime_data=job_runtime_data(3))
+    check(connection, **{first: 2, wrong: 3, last: 2})
+
+    def spoil() -> None:
+        break_counter(connection, 50)
+        for name in ("sum", "status_update") if fires_first == "the others" else ():
+            name = f"busy_blocks_instances_{name}"
+            again = connection.scalar(
+                text("SELECT sql FROM sqlite_master WHERE name = :name"), {"name": name}
+            )
+            connection.exec_driver_sql(f"DROP TRIGGER {name}")
+            connection.exec_driver_sql(again)
+        run_sql(connection, "UPDATE instances SET status = status WHERE id <> :id", id=wrong)
+        connection.commit()
+        assert counters(connection) == truth(connection) | {wrong: 50}
+
+    for other in (first, last):
+        spoil()
+        run_sql(connection, "UPDATE jobs SET instance_id = :id WHERE id = :job", id=other, job=job)
+        check(connection, **{wrong: 0, other: 5})
+        spoil()
+        run_sql(connection, "UPDATE jobs SET instance_id = :id WHERE id = :job", id=wrong, job=jobs[other])
+        check(connection, **{wrong: 2, other: 3})
+        run_sql(connection, "UPDATE jobs SET instance_id = :id WHERE id = :job", id=other, job=jobs[other])
+        run_sql(connection, "UPDATE jobs SET instance_id = :id WHERE id = :job", id=wrong, job=job)
+        check(connection, **{first: 2, wrong: 3, last: 2})
+    spoil()
+    run_sql(connection, "UPDATE instances SET busy_blocks = 4, status = status")
+    check(connection, **{first: 2, wrong: 3, last: 2})
+    assert connection.scalar(text("SELECT count(*) FROM busy_blocks_writer")) == 0

@@ -39,12 +39,13 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
             "trigger/busy_blocks_instances_write_sum",
         ),
         "sqlite": (
-            "index/busy_blocks_jobs",
+            "table/busy_blocks_writer",
             "view/busy_blocks_derived",
             "trigger/busy_blocks_jobs_insert",
             "trigger/busy_blocks_jobs_update",
             "trigger/busy_blocks_jobs_delete",
             "trigger/busy_blocks_instances_insert",
+            "trigger/busy_blocks_instances_sum",
             "trigger/busy_blocks_instances_update",
         ),
     },
@@ -56,7 +57,8 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
 }
-POSTGRESQL_INDEX = "index/busy_blocks_jobs"
+# Of revision 0001, where dstack has none on jobs.instance_id.
+INDEX = "index/busy_blocks_jobs"
 
 
 def read(dialect: str, name: str) -> str:
@@ -92,7 +94,7 @@ def begin(dialect: str, execute: Callable[[str], object]) -> None:
 
 
 def create(dialect: str, revision: str, execute: Callable[[str], object]) -> None:
-    """Create a revision's objects but PostgreSQL's index, in the transaction that begin() prepared."""
+    """Create a revision's objects but the index, in the transaction that begin() prepared."""
     for name in OBJECTS[revision][dialect]:
         execute(read(dialect, name))
 
@@ -101,8 +103,8 @@ def remove(dialect: str, revision: str, execute: Callable[[str], object]) -> Non
     """Drop what is there of a revision's objects, in the transaction that begin() prepared."""
     for name in reversed(OBJECTS[revision][dialect]):
         execute(drop(dialect, name))
-    if dialect == "postgresql" and revision == "0001":
-        execute(drop(dialect, POSTGRESQL_INDEX))
+    if revision == "0001":
+        execute(drop(dialect, INDEX))
 
 
 def remove_all(dialect: str, execute: Callable[[str], object]) -> None:
@@ -116,6 +118,11 @@ def _names(dialect: str, revision: str) -> list[str]:
     return [name for at, names in OBJECTS.items() if at <= revision for name in names[dialect]]
 
 
+def needs_index(connection: Connection) -> bool:
+    """Whether neither dstack nor we have a usable index on jobs.instance_id."""
+    return states(connection, "0001").get(INDEX) in ("missing", "invalid")
+
+
 def build_index(connection: Connection) -> None:
     """Build PostgreSQL's index where there is none, in autocommit; without it all is right, and slower.
 
@@ -123,13 +130,13 @@ def build_index(connection: Connection) -> None:
     the session bounds that; a build that failed leaves an invalid index, which is dropped.
     """
     try:
-        connection.execute(text(drop("postgresql", POSTGRESQL_INDEX)))
-        if states(connection, "0001").get(POSTGRESQL_INDEX) == "missing":
-            connection.execute(text(read("postgresql", POSTGRESQL_INDEX)))
+        connection.execute(text(drop("postgresql", INDEX)))
+        if states(connection, "0001").get(INDEX) == "missing":
+            connection.execute(text(read("postgresql", INDEX)))
     except DBAPIError as error:
         if not is_lock_conflict(error):
             raise
-        connection.execute(text(drop("postgresql", POSTGRESQL_INDEX)))
+        connection.execute(text(drop("postgresql", INDEX)))
         log.warning("The index busy_blocks_jobs waits for an older transaction: the next run builds it")
 
 
@@ -176,11 +183,19 @@ def states(connection: Connection, revision: str) -> dict[str, str]:
     """What the database has of each of the revision's objects.
 
     One of installed, altered, disabled, invalid, missing and, for triggers that are not the revision's,
-    stray. Reads the catalogue only. On PostgreSQL the index is listed where one is needed, or ours exists.
+    stray. Reads the catalogue only. The index is listed where one is needed, or ours exists.
     """
     dialect = connection.dialect.name
     find = _states_postgresql if dialect == "postgresql" else _states_sqlite
     return find(connection, _names(dialect, revision)) | dict.fromkeys(strays(connection, revision), "stray")
+
+
+INDEXES_SQLITE = text("""
+    SELECT list.name
+    FROM pragma_index_list('jobs') AS list
+    INNER JOIN pragma_index_info(list.name) AS info ON info.seqno = 0
+    WHERE info.name = 'instance_id' AND NOT list.partial
+""")
 
 
 def _states_sqlite(connection: Connection, names: list[str]) -> dict[str, str]:
@@ -191,6 +206,8 @@ def _states_sqlite(connection: Connection, names: list[str]) -> dict[str, str]:
     )
     found = {f"{row.type}/{row.name}": row.sql for row in rows}
     result = {}
+    if INDEX in found or not connection.execute(INDEXES_SQLITE).first():
+        names = [INDEX, *names]
     for name in names:
         if name not in found:
             result[name] = "missing"
@@ -232,11 +249,11 @@ def _states_postgresql(connection: Connection, names: list[str]) -> dict[str, st
     result = {}
     ours = indexes.pop("busy_blocks_jobs", None)
     if ours is not None:
-        expected = read("postgresql", POSTGRESQL_INDEX)
+        expected = read("postgresql", INDEX)
         same = _comparable(ours.definition) == _comparable(expected)
-        result[POSTGRESQL_INDEX] = "invalid" if not ours.indisvalid else "installed" if same else "altered"
+        result[INDEX] = "invalid" if not ours.indisvalid else "installed" if same else "altered"
     elif not any(index.indisvalid for index in indexes.values()):
-        result[POSTGRESQL_INDEX] = "missing"
+        result[INDEX] = "missing"
     for name in names:
         kind, _, object_name = name.partition("/")
         statement = read("postgresql", name)

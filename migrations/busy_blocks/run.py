@@ -234,7 +234,7 @@ def _repair(connection: Connection, wait: float) -> None:
         return
     broken = _broken(connection, target)
     is_at_target = current == {target}
-    if is_at_target and connection.dialect.name == "postgresql" and set(broken) == {objects.POSTGRESQL_INDEX}:
+    if is_at_target and connection.dialect.name == "postgresql" and set(broken) == {objects.INDEX}:
         database.retry(connection, wait, lambda: _build_index(connection))
         broken = {}
     if is_at_target and not broken:

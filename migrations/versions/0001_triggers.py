@@ -15,9 +15,12 @@ depends_on = None
 
 def upgrade() -> None:
     dialect = op.get_context().dialect.name
-    if dialect == "postgresql":
+    needs_index = context.is_offline_mode() or objects.needs_index(op.get_bind())
+    if dialect == "postgresql" and needs_index:
         _create_postgresql_index()
     objects.begin(dialect, op.execute)
+    if dialect == "sqlite" and needs_index:
+        op.execute(objects.read(dialect, objects.INDEX))
     objects.create(dialect, revision, op.execute)
 
 
@@ -30,6 +33,6 @@ def downgrade() -> None:
 def _create_postgresql_index() -> None:
     if context.is_offline_mode():
         op.execute(objects.read("postgresql", "index/busy_blocks_jobs_offline"))
-    elif objects.states(op.get_bind(), revision).get(objects.POSTGRESQL_INDEX) in ("missing", "invalid"):
+    else:
         with op.get_context().autocommit_block():
             objects.build_index(op.get_bind())

@@ -1,18 +1,8 @@
--- The attached jobs by instance, each with the blocks it occupies, parsed once.
+-- Finds the jobs of one instance, on a dstack that has no index on jobs.instance_id (before 0.21.1).
 --
--- Guards: the cost of busy_blocks_derived: the sum over an instance reads this index and parses no JSON
---         (SQLite 3.40 and later; an older one parses, and is as right). The expression is the one in
---         view/busy_blocks_derived.sql.
+-- Guards: the cost of busy_blocks_derived and of the look for an attached job. The offline script builds it
+--         everywhere, as SQLite's SQL cannot ask whether there is another.
 -- Locks:  the database, as every write does in SQLite, while it is built.
--- Costs:  one entry per attached job, written when instance_id or job_runtime_data is.
-CREATE INDEX busy_blocks_jobs ON jobs (
-    instance_id,
-    CASE
-        WHEN NOT json_valid(job_runtime_data) THEN 1
-        WHEN json_type(job_runtime_data, '$.offer.blocks') <> 'integer' THEN 1
-        WHEN json_extract(job_runtime_data, '$.offer.blocks') BETWEEN 0 AND 999999
-            THEN json_extract(job_runtime_data, '$.offer.blocks')
-        ELSE 1
-    END
-)
+-- Costs:  one scan of jobs; then one entry per attached job, a job that is not attached has none.
+CREATE INDEX busy_blocks_jobs ON jobs (instance_id)
 WHERE instance_id IS NOT NULL

@@ -9,6 +9,7 @@ WHEN
         WHERE derived.instance_id = new.id
     )
 BEGIN
+    INSERT INTO busy_blocks_writer VALUES (new.id);
     UPDATE instances
     SET
         busy_blocks = (
@@ -16,4 +17,6 @@ BEGIN
             WHERE derived.instance_id = new.id
         )
     WHERE id = new.id;
+    DELETE FROM busy_blocks_writer
+    WHERE instance_id = new.id;
 END

@@ -1,21 +1,24 @@
--- Guards: any number that is written into busy_blocks, and the change to or from PENDING.
+-- Guards: any number that somebody else writes into busy_blocks: the one before is put back, for it is the
+--         jobs that change it. Where the status changes with it, busy_blocks_instances_sum sees to it; where
+--         that one has written already, nothing is put back.
 -- Locks:  nothing new; the statement holds the database.
--- Costs:  one sum per statement and instance that sets one of the columns, and one write where the
---         number is not the sum. A heartbeat or lock update is compiled without this trigger. Its own
---         write fires it again where recursive_triggers is on, and finds the number right.
+-- Costs:  one write per statement and instance that sets the column to something else, however many jobs are
+--         attached. A heartbeat or lock update is compiled without this trigger.
 CREATE TRIGGER busy_blocks_instances_update
-AFTER UPDATE OF id, busy_blocks, status ON instances
+AFTER UPDATE OF busy_blocks ON instances
 WHEN
-    new.busy_blocks IS NOT (
-        SELECT derived.busy_blocks FROM busy_blocks_derived AS derived
-        WHERE derived.instance_id = new.id
+    new.busy_blocks IS NOT old.busy_blocks
+    AND new.status IS old.status
+    AND new.id IS old.id
+    AND NOT EXISTS (
+        SELECT 1 FROM busy_blocks_writer
+        WHERE busy_blocks_writer.instance_id = new.id
     )
 BEGIN
+    INSERT INTO busy_blocks_writer VALUES (new.id);
     UPDATE instances
-    SET
-        busy_blocks = (
-            SELECT derived.busy_blocks FROM busy_blocks_derived AS derived
-            WHERE derived.instance_id = new.id
-        )
-    WHERE id = new.id;
+    SET busy_blocks = old.busy_blocks
+    WHERE id = new.id AND busy_blocks IS new.busy_blocks;
+    DELETE FROM busy_blocks_writer
+    WHERE instance_id = new.id;
 END

@@ -6,6 +6,7 @@ CREATE TRIGGER busy_blocks_jobs_delete
 AFTER DELETE ON jobs
 WHEN old.instance_id IS NOT NULL
 BEGIN
+    INSERT INTO busy_blocks_writer VALUES (old.instance_id);
     UPDATE instances
     SET
         busy_blocks = (
@@ -13,4 +14,6 @@ BEGIN
             WHERE derived.instance_id = old.instance_id
         )
     WHERE id = old.instance_id;
+    DELETE FROM busy_blocks_writer
+    WHERE instance_id = old.instance_id;
 END

@@ -1,14 +1,16 @@
 -- What busy_blocks of each instance has to be, from the jobs attached to it and from nothing else.
 --
--- Guards: the one definition that the triggers, the backfill and the drift report share. A job occupies
+-- Guards: the definition that the sums, the backfill and the drift report share. A job occupies
 --         the integer at offer.blocks of its job_runtime_data, 1 where dstack writes none (its
 --         _get_job_occupied_blocks). Text that is no JSON, or a value that is no integer from 0 to
---         999999, counts as 1 too: a server's statement must never fail over it.
+--         999999, counts as 1 too: a server's statement must never fail over it. The expression is the one
+--         of trigger/busy_blocks_jobs_update.sql.
 -- Locks:  nothing beyond a plain SELECT.
--- Costs:  per instance, one range of index/busy_blocks_jobs.sql.
+-- Costs:  per instance, one JSON parse per attached job.
 CREATE VIEW busy_blocks_derived AS
 SELECT
     instances.id AS instance_id,
+    instances.busy_blocks AS is_now,
     CASE
         WHEN instances.status = 'PENDING' THEN 0
         ELSE
