@@ -80,6 +80,10 @@ def check(lines: list[Line]) -> None:
         assert rows[1] == cycles * sent.count("instances") or line.work.startswith("4 clients"), line.work
 
 
+def test_history(databases: Databases, seeded: Database) -> None:
+    check([suite.with_history(databases, seeded, suite.SMOKE)])
+
+
 def test_deploy_beside_a_writer(databases: Databases, seeded: Database) -> None:
     database = databases.copy(seeded)
     free = fill(database, {2: 3}, 10)

@@ -113,6 +113,7 @@ def run(databases: Databases, sizes: Sizes) -> list[Line]:
         lines += on_sqlite(databases, seeded["sqlite"], sizes)
         for database in seeded.values():
             lines.append(with_history(databases, database, sizes))
+            deploy_on_few_and_many(databases, database, sizes)
     print(f"\n{time.monotonic() - began:.0f} s in all")
     return lines
 
@@ -255,47 +256,60 @@ def on_sqlite(databases: Databases, seeded: Database, sizes: Sizes) -> list[Line
     return lines
 
 
-def with_history(databases: Databases, seeded: Database, sizes: Sizes) -> Line:
-    """A deploy on few jobs and on many, and then the same work on both."""
+def deploy_on_few_and_many(databases: Databases, seeded: Database, sizes: Sizes) -> None:
+    """What a deploy costs on few jobs and instances, and on many."""
     few, many = sizes.histories
     others = sizes.deploy_instances - sizes.instances
-    dialect = seeded.dialect
     small, big = databases.copy(seeded), databases.copy(seeded)
-    report.say(f"{dialect}: filling {few} and {many} jobs")
+    report.say(f"{seeded.dialect}: deploys on {few} and {many} jobs")
     free = {small: fill(small, {FEW: sizes.instances}, few)}
     free[big] = fill(big, {FEW: sizes.instances, 1: others}, many - FEW * sizes.instances - others)
-    small_ours, big_ours = databases.copy(small), databases.copy(big)
-    report.say(f"{dialect}: deploys")
-    print(f"\n{dialect}: a deploy; one in {sizes.wrong_every} counters wrong before it, all right after it")
+    ours = databases.copy(small), databases.copy(big)
+    print(
+        f"\n{seeded.dialect}: a deploy; one in {sizes.wrong_every} counters wrong before it, all right after it"
+    )
     report.table(
         ["", *(f"{name} jobs" for name in (few, many))],
-        deploys(databases, (small, big), (small_ours, big_ours), free, sizes),
+        deploys(databases, (small, big), ours, free, sizes),
     )
-    made = {"none": small, "ours": small_ours, "none, more": big, "ours, more": big_ours}
+
+
+def with_history(databases: Databases, seeded: Database, sizes: Sizes) -> Line:
+    """The same work beside few finished jobs and beside many; the instances and their jobs are the same."""
+    made: dict[str, Database] = {}
     runs: dict[str, Callable[[int], Run]] = {}
     clears: dict[str, Callable[[], None]] = {}
-    for kind, database in made.items():
-        rows = Rows(FEW, sizes.instances, free[big if "more" in kind else small])
-        if dialect == "postgresql":
-            postgresql.create_loop(database, ASSIGN_TERMINATE, rows)
-            connection = postgresql.connect(database)
-            runs[kind] = partial(postgresql.loop, connection, cycles=sizes.cycles)
-            clears[kind] = partial(postgresql.clear, connection)
-        else:
-            parameters = sqlite.constants(database, ASSIGN_TERMINATE, rows)
-            handle = sqlite.connect(database)
-            runs[kind] = partial(sqlite.loop, handle, ASSIGN_TERMINATE, rows, parameters, cycles=sizes.cycles)
-            clears[kind] = partial(sqlite.clear, handle)
-    report.say(f"{dialect}: loops on both")
+    few, many = sizes.histories
+    report.say(f"{seeded.dialect}: {few} and {many} finished jobs")
+    for finished, more in ((few, ""), (many, ", more")):
+        base = databases.copy(seeded)
+        rows = Rows(FEW, sizes.instances, fill(base, {FEW: sizes.instances}, finished))
+        for kind, database in copies(base, databases, ("none", "ours")).items():
+            made[kind + more] = database
+            if seeded.dialect == "postgresql":
+                postgresql.create_loop(database, ASSIGN_TERMINATE, rows)
+                connection = postgresql.connect(database)
+                runs[kind + more] = partial(postgresql.loop, connection, cycles=sizes.cycles)
+                clears[kind + more] = partial(postgresql.clear, connection)
+            else:
+                parameters = sqlite.constants(database, ASSIGN_TERMINATE, rows)
+                handle = sqlite.connect(database)
+                runs[kind + more] = partial(
+                    sqlite.loop, handle, ASSIGN_TERMINATE, rows, parameters, cycles=sizes.cycles
+                )
+                clears[kind + more] = partial(sqlite.clear, handle)
     line = alternate(
-        f"{ASSIGN_TERMINATE.name}, {few} and {many} jobs",
+        f"{ASSIGN_TERMINATE.name}, {few} and {many} finished jobs",
         "1.05",
         made,
         sizes.rounds,
         lambda kind, number: runs[kind](number),
         lambda kind: clears[kind](),
     )
-    print(f"\n{dialect}: {ASSIGN_TERMINATE.name}, cost with {many} jobs beside that with {few}; target 1.05")
+    print(
+        f"\n{seeded.dialect}: {ASSIGN_TERMINATE.name}, cost with {many} finished jobs beside that with {few};"
+        " target 1.05"
+    )
     report.costs(line, (("none", "none, more"), ("ours", "ours, more")))
     return line
 
