@@ -193,6 +193,33 @@ def test_check_says_what_it_could_not_compare(protected: Database) -> None:
     assert protected.alembic("check").returncode == 0
 
 
+@pytest.mark.parametrize("dialect", ["sqlite"])
+@pytest.mark.parametrize(
+    "other", [None, "jobs (status, instance_id)", "jobs (instance_id) WHERE status = 'RUNNING'"]
+)
+def test_index_of_sqlite_only_where_dstack_has_none(bare: Database, other: str | None) -> None:
+    bare.upgrade()
+    assert not any("busy_blocks_jobs " in str(row) for row in schema_of(bare))
+    assert bare.alembic("downgrade", "base").returncode == 0
+    with bare.begin() as connection:
+        connection.execute(text("DROP INDEX ix_jobs_instance_id"))
+        if other is not None:
+            connection.execute(text(f"CREATE INDEX other ON {other}"))
+    before = schema_of(bare)
+    bare.upgrade()
+    installed = schema_of(bare)
+    assert any("busy_blocks_jobs " in str(row) for row in installed)
+    assert "nothing to do" in bare.upgrade()
+    with bare.begin() as connection:
+        connection.execute(text("DROP INDEX busy_blocks_jobs"))
+    fails(bare.alembic("check"), "index/busy_blocks_jobs is missing")
+    bare.upgrade()
+    assert schema_of(bare) == installed
+    assert bare.alembic("check").returncode == 0
+    assert bare.alembic("downgrade", "base").returncode == 0
+    assert schema_of(bare) == before
+
+
 @pytest.mark.parametrize("dialect", ["postgresql"])
 def test_index_only_where_dstack_has_none(bare: Database) -> None:
     with bare.begin() as connection:
