@@ -498,6 +498,7 @@ DAMAGES: dict[str, dict[str, list[str]]] = {
             "CREATE VIEW busy_blocks_derived AS"
             " SELECT id AS instance_id, busy_blocks AS is_now, 4 AS busy_blocks FROM instances",
         ],
+        "table not empty": ["INSERT INTO busy_blocks_writer SELECT id FROM instances"],
         "other table": [
             "DROP TABLE busy_blocks_writer",
             "CREATE TABLE busy_blocks_writer (instance_id, number)",

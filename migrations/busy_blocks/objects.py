@@ -16,6 +16,7 @@ log = logging.getLogger("dstack.busy_blocks")
 
 SQL = Path(__file__).resolve().parents[2] / "sql"
 
+SQLITE_TABLE = "table/busy_blocks_writer"
 # Of each revision, in the order of creation; dropped in the opposite one. The triggers of jobs come before
 # those of instances: the latter alone would undo every number that the server writes.
 OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -39,12 +40,13 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
             "trigger/busy_blocks_instances_write_sum",
         ),
         "sqlite": (
-            "table/busy_blocks_writer",
+            SQLITE_TABLE,
             "view/busy_blocks_derived",
             "trigger/busy_blocks_jobs_insert",
             "trigger/busy_blocks_jobs_update",
             "trigger/busy_blocks_jobs_delete",
             "trigger/busy_blocks_instances_insert",
+            # In this order: SQLite fires first what was created last.
             "trigger/busy_blocks_instances_sum",
             "trigger/busy_blocks_instances_update",
         ),
@@ -183,7 +185,8 @@ def states(connection: Connection, revision: str) -> dict[str, str]:
     """What the database has of each of the revision's objects.
 
     One of installed, altered, disabled, invalid, missing and, for triggers that are not the revision's,
-    stray. Reads the catalogue only. The index is listed where one is needed, or ours exists.
+    stray. Reads the catalogue, and whether SQLite's table is empty. The index is listed where one is needed,
+    or ours exists.
     """
     dialect = connection.dialect.name
     find = _states_postgresql if dialect == "postgresql" else _states_sqlite
@@ -215,6 +218,12 @@ def _states_sqlite(connection: Connection, names: list[str]) -> dict[str, str]:
             result[name] = "installed"
         else:
             result[name] = "altered"
+    if (
+        result.get(SQLITE_TABLE) == "installed"
+        and connection.execute(text("SELECT * FROM busy_blocks_writer")).first()
+    ):
+        # Left by a statement OR FAIL, or by hand: the triggers would take others' numbers for ours.
+        result[SQLITE_TABLE] = "altered"
     return result
 
 

@@ -3,7 +3,7 @@
 -- Guards: instances that were wrong before the triggers came, or while they were off. Naming status
 --         makes the triggers sum the attached jobs anew.
 -- Locks:  the database, until the transaction ends.
--- Costs:  that of drift.sql, and one UPDATE per row that it corrects.
+-- Costs:  that of drift.sql, and two UPDATEs per row that it corrects.
 UPDATE instances
 SET status = status
 WHERE busy_blocks <> (

@@ -1,6 +1,6 @@
 -- Guards: any number that somebody else writes into busy_blocks: the one before is put back, for it is the
---         jobs that change it. Where the status changes with it, busy_blocks_instances_sum sees to it; where
---         that one has written already, nothing is put back.
+--         jobs that change it. Not where the status or id changes with it, which busy_blocks_instances_sum
+--         sees to, nor where that one has corrected the number first (AND busy_blocks IS new.busy_blocks).
 -- Locks:  nothing new; the statement holds the database.
 -- Costs:  one write per statement and instance that sets the column to something else, however many jobs are
 --         attached. A heartbeat or lock update is compiled without this trigger.

@@ -1,6 +1,6 @@
 -- Guards: attaching, detaching, moving a job, and a change of job_runtime_data while attached. Adds what the
---         row changes, as every other statement leaves the counter right. The blocks of a job are those of
---         view/busy_blocks_derived.sql.
+--         row changes, for the counter was right before; so it must not be summed between the change of the
+--         row and this (see sql/README.md). The blocks of a job are those of view/busy_blocks_derived.sql.
 -- Locks:  nothing new; the statement holds the database.
 -- Costs:  two JSON parses and one write of the instance per changed job, two writes if it moves, however many
 --         jobs are attached. A statement that sets neither column, as every heartbeat and lock update, is
