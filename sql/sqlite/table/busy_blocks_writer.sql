@@ -1,7 +1,7 @@
 -- The instances whose busy_blocks a trigger of ours is writing; empty between statements.
 --
 -- Guards: busy_blocks_instances_update from taking our own numbers back: a trigger of SQLite cannot tell
---         otherwise who writes. Each of ours adds what it writes and deletes it again.
+--         otherwise who writes. Those that write it add the instance and delete it again.
 -- Locks:  nothing new; the statement holds the database.
 -- Costs:  one row written and deleted per write of ours, all in one page, which each such commit writes to
 --         the WAL.

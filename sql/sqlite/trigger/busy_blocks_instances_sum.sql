@@ -1,10 +1,10 @@
 -- Guards: an instance whose status (or id) a statement names: the change to or from PENDING; and any counter
---         that is wrong all the same, as they were before the triggers came. The triggers of jobs get here
---         when they turn the status. Created before busy_blocks_instances_update, so that it fires after
+--         that is wrong all the same, as they were before the triggers came. The other triggers
+--         get here by naming the status. Created before busy_blocks_instances_update, so that it fires after
 --         it: SQLite fires what was created last first, though it documents no order.
 -- Locks:  nothing new; the statement holds the database.
--- Costs:  one sum per statement and instance that sets one of the columns, and one write where the number is
---         not the sum. A heartbeat or lock update is compiled without this trigger.
+-- Costs:  one sum per statement and instance that sets one of the columns; another and one write where the
+--         number is not the sum. A heartbeat or lock update is compiled without this trigger.
 CREATE TRIGGER busy_blocks_instances_sum
 AFTER UPDATE OF id, status ON instances
 WHEN
